@@ -1,4 +1,4 @@
-"""The time to the first token of agents whose contexts grow: `python -m benchmarks.agents`.
+"""The time to the first token of agents whose contexts grow: `python -m benchmarks.agents [--chart FILE]`.
 
 Some agents work side by side. A turn of each is a call of a tool, which the model writes, and the tool's
 result, which is appended to its context. All agents have the same system prompt. The traces are made here, by
@@ -8,7 +8,7 @@ The KV of about one and a half contexts fits the memory, so that between two tur
 contexts push out its own (`--kv-pages` of the servers). Three servers take each turn one after another: one
 that computes again what is gone, one that reads it from disk (`--kv-disk`), and one with memory for all. Each
 is asked in two ways: with the whole context as a prompt of Execute, as stateless APIs are, and with what is
-new on a held cache (`cache.generate`). Prints JSON.
+new on a held cache (`cache.generate`). Prints JSON, and draws the medians over the agents.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import quire
+from quire.cli.load import plots
 
 from benchmarks import machine
 from benchmarks.gateway_process import GatewayProcess
@@ -40,7 +41,17 @@ _CALL_TOKENS = range(12, 32)
 _RESULT_TOKENS = range(96, 512)
 _VOCABULARY = 8192
 _TIMEOUT_S = 3600.0
-_SERVERS = ("memory only", "KV on disk", "memory for all")
+_STYLE = """
+text { fill: #66707c; font: 12px sans-serif; } .back { fill: #fff; } .tip { opacity: 0; }
+.grid { stroke: #e3e7ec; } .axis { stroke: #66707c; } .line { stroke-width: 2; fill: none; }
+.k { font-weight: 600; } .c1 { fill: #d9480f; } .c2 { fill: #1f6feb; } .c3 { fill: #0c8a6a; }
+.line.c1 { stroke: #d9480f; fill: none; } .line.c2 { stroke: #1f6feb; fill: none; }
+.line.c3 { stroke: #0c8a6a; fill: none; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #98a3b0; } .back { fill: #1a2027; } .grid { stroke: #2b333d; }
+}
+"""
+_SERVERS = {"memory only": "c1", "KV on disk": "c2", "memory for all": "c3"}
 # Takes what is new, and how many tokens are wanted. Seconds to the first of them.
 Ask: TypeAlias = Callable[[Sequence[int], int], float]
 # By server, turn and agent.
@@ -150,6 +161,25 @@ def contexts(turns: Sequence[list[Turn]]) -> list[int]:
     return [round(statistics.median(own)) for own in lengths]
 
 
+def chart(found: Mapping[str, tuple[Sequence[int], Times]]) -> str:
+    """An SVG: for each way the seconds to the first token over the length of the context."""
+    keys = " ".join(f'<tspan class="k {colour}" dx="10">{name}</tspan>' for name, colour in _SERVERS.items())
+    parts = []
+    for at, (way, (lengths, own)) in enumerate(found.items()):
+        lines = [
+            plots.Line(name, colour, [statistics.median(times) for times in own[name]])
+            for name, colour in _SERVERS.items()
+        ]
+        drawn = plots.against(lengths, lines, "tokens of the context", "s")
+        drawn = drawn.replace("<svg", f'<svg x="{at * 570}" y="24" width="560" height="250"', 1)
+        title = f"{way}, seconds to the first token: {keys}"
+        parts.append(f'<text x="{at * 570 + 14}" y="20">{title}</text>{drawn}')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1140 280"><style>{_STYLE}</style>'
+        f'<rect class="back" width="1140" height="280" rx="10"/>{"".join(parts)}</svg>\n'
+    )
+
+
 def main() -> None:
     """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -158,6 +188,7 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=4)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--chart", type=Path, help="write the picture there")
     options = parser.parse_args()
     before = machine.times_s()
     # Of each way other tokens, so that none finds the pages of another.
@@ -190,6 +221,8 @@ def main() -> None:
         found = {
             way: (contexts(turns[way]), replayed(clients, new, turns[way])) for way, new in _WAYS.items()
         }
+    if options.chart is not None:
+        options.chart.write_text(chart(found), encoding="utf-8")
     result = {
         "machine": machine.describe(),
         "arguments": sys.argv[1:],

@@ -6,12 +6,9 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Former names of flags.
-_OLDER_FLAGS = {"--kv-pages": "--kv-blocks"}
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -27,24 +24,10 @@ def environment(root: Path) -> dict[str, str]:
 
 def quire_command(root: Path, *arguments: str) -> list[str]:
     """The checkout's command `quire`, from its package's entry point."""
-    # In the client's package; in older checkouts in the server's.
-    projects = [
-        tomllib.loads((root / place / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        for place in ("clients/python", ".")
-    ]
-    script = next(project["scripts"]["quire"] for project in projects if "scripts" in project)
-    module, function = script.split(":")
+    project = tomllib.loads((root / "clients" / "python" / "pyproject.toml").read_text(encoding="utf-8"))
+    module, function = project["project"]["scripts"]["quire"].split(":")
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
     return [sys.executable, "-c", code, *arguments]
-
-
-def serve_flags(root: Path, flags: Sequence[str]) -> list[str]:
-    """Flags of `quire serve`, with the checkout's names."""
-    if root == ROOT:
-        return list(flags)
-    command, env = quire_command(root, "serve", "--help"), environment(root)
-    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=True)  # noqa: S603
-    return [flag if flag in done.stdout else _OLDER_FLAGS.get(flag, flag) for flag in flags]
 
 
 def build_kernels(root: Path) -> None:

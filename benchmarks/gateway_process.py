@@ -16,7 +16,7 @@ from typing import Self
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from benchmarks.checkout import ROOT, environment, quire_command, serve_flags
+from benchmarks.checkout import ROOT, environment, quire_command
 
 _START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 40.0
@@ -46,12 +46,10 @@ class GatewayProcess:
         self._wanted_workers = workers
         command = self._command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
         command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]
-        if root == ROOT:
-            # Older checkouts do not have this flag.
-            command += ["--orphan-grace-s", "0"]
+        command += ["--orphan-grace-s", "0", *flags]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(  # noqa: S603 - our own program
-                [*command, *serve_flags(root, flags)],
+                command,
                 stderr=log,
                 stdout=log,
                 cwd="/",

@@ -9,7 +9,11 @@ With `--draft-layers` the first layers of the model are its draft model instead 
 right. At a high temperature it nearly always is: the draws are the same, and the models hardly matter. With
 `--wrong-draft` all layers of the model count, so that its drafts are hardly ever right, and can only cost.
 
-Prints JSON: tokens a second without, the ratio of the times of each round, and drafts.
+With `--model` it is a trained model with a head for multi-token prediction, which drafts (`.ci/train_head.py`
+makes one). It is asked for stories, another one in each round.
+
+Prints JSON: tokens a second without, the ratio of the times of each round, drafts, and the tokens of a step
+with and without.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from benchmarks.draft_pair import make_pair
 from benchmarks.gateway_process import GatewayProcess
 from benchmarks.shapes import DEFAULT_SHAPE, SHAPES
 from benchmarks.weights import make_model
+from workers.common.draft_models import MTP_HEAD
 
 _PROMPT_TOKENS = 128
 _TIMEOUT_S = 600.0
@@ -43,7 +48,6 @@ _TEXTS: dict[str, dict[str, Any]] = {
     "wrong": {"sampling": _DRAWN, "constraint": _FEW},
 }
 
-
 # The same with a draft model.
 _TEXTS_OF_MODEL: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -52,20 +56,28 @@ _TEXTS_OF_MODEL: dict[str, dict[str, Any]] = {
 }
 
 
-def _item(vocab_size: int, tokens: int, *, method: int, **settings: Any) -> runner_pb2.ExecuteItem:
-    rng = random.Random(1)
-    prompt = [rng.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)]
-    made = runner_pb2.ExecuteItem(
-        item_id="text", max_tokens=tokens, ignore_eos=True, tokens_only=True, **settings
-    )
-    made.tokens.token_ids.extend(prompt)
-    if method:
-        made.speculation.method = method  # type: ignore[assignment]  # an enum to the stubs
+_TEXTS_OF_HEAD = {name: _TEXTS_OF_MODEL[name] for name in ("greedy", "drawn")}
+# Whom the stories of a trained model are about.
+_ANIMALS, _NAMES = ("fox", "owl", "cat", "dog", "bear", "duck", "mouse"), ("Mia", "Tom", "Nora", "Leo", "Ivy")
+
+
+def _item(number: int, turn: int, vocab_size: int, options: argparse.Namespace) -> runner_pb2.ExecuteItem:
+    made = runner_pb2.ExecuteItem(item_id=f"text {number}", max_tokens=options.tokens, tokens_only=True)
+    if options.model:
+        index = turn * options.sequences + number
+        animal, name = _ANIMALS[index % len(_ANIMALS)], _NAMES[index % len(_NAMES)]
+        asked = f"Tell me a story about a {animal} named {name} by the sea."
+        made.chat.messages.add(role=runner_pb2.CHAT_ROLE_USER, content=asked)
+    else:
+        rng = random.Random(1)
+        prompt = [rng.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)]
+        made.tokens.token_ids.extend([number, *prompt[1:]])
+        made.ignore_eos = True
     return made
 
 
 def _run(stub: Any, items: list[runner_pb2.ExecuteItem]) -> tuple[float, list[list[int]], runner_pb2.Usage]:
-    """Seconds from when all have a token to the last of all, the tokens of each, and the usage of one."""
+    """Seconds from when all have a token to the last of all, the tokens of each, and the drafts of all."""
     texts: dict[str, list[int]] = {item.item_id: [] for item in items}
     usage, began_s = runner_pb2.Usage(), 0.0
     for response in stub.Execute(runner_pb2.ExecuteRequest(items=items), timeout=_TIMEOUT_S):
@@ -73,34 +85,48 @@ def _run(stub: Any, items: list[runner_pb2.ExecuteItem]) -> tuple[float, list[li
             assert not chunk.HasField("error"), chunk.error
             texts[chunk.item_id] += chunk.token_ids
             if chunk.HasField("usage"):
-                usage = chunk.usage
+                usage.draft_tokens += chunk.usage.draft_tokens
+                usage.accepted_draft_tokens += chunk.usage.accepted_draft_tokens
         if not began_s and all(texts.values()):
             began_s = time.perf_counter()
     return time.perf_counter() - began_s, list(texts.values()), usage
 
 
-def _compare(stub: Any, vocab_size: int, options: argparse.Namespace, **settings: Any) -> dict[str, Any]:
+def _steps(server: GatewayProcess) -> int:
+    """How many steps the worker has taken."""
+    return sum(worker.counts.steps for worker in server.status().workers)
+
+
+def _compare(
+    server: GatewayProcess, vocab_size: int, options: argparse.Namespace, **settings: Any
+) -> dict[str, Any]:
+    assert server.channel is not None
+    stub = runner_pb2_grpc.ModelRunnerServiceStub(server.channel)
     ratios: list[float] = []
     plain_s: list[float] = []
-    usage = runner_pb2.Usage()
+    tokens, steps, usage = 0, {False: 0, True: 0}, runner_pb2.Usage()
     for turn in range(options.rounds):
         took: dict[bool, float] = {}
         texts: dict[bool, list[list[int]]] = {}
         for speculates in (True, False) if turn % 2 else (False, True):
             items = []
             for number in range(options.sequences):
-                method = _method(options) if speculates else 0
-                made = _item(vocab_size, options.tokens, method=method, **settings)
-                made.item_id = f"text {number}"
-                made.tokens.token_ids[0] = number
+                made = _item(number, turn, vocab_size, options)
+                made.MergeFrom(runner_pb2.ExecuteItem(**settings))
+                if speculates:
+                    made.speculation.method = _method(options)  # type: ignore[assignment]  # an enum
                 items.append(made)
+            before = _steps(server)
             took[speculates], texts[speculates], found = _run(stub, items)
-            usage = found if speculates else usage
+            steps[speculates] += _steps(server) - before
+            usage.draft_tokens += found.draft_tokens
+            usage.accepted_draft_tokens += found.accepted_draft_tokens
         assert texts[True] == texts[False], "drafts have changed a text"
         ratios.append(took[False] / took[True])
         plain_s.append(took[False])
+        tokens += sum(map(len, texts[True]))
     return {
-        "tokens_per_s": round(options.sequences * options.tokens / statistics.median(plain_s), 1),
+        "tokens_per_s": round(tokens / sum(plain_s), 1),
         "speedup": {
             "median": round(statistics.median(ratios), 3),
             "least": round(min(ratios), 3),
@@ -108,11 +134,15 @@ def _compare(stub: Any, vocab_size: int, options: argparse.Namespace, **settings
         },
         "draft_tokens": usage.draft_tokens,
         "accepted_draft_tokens": usage.accepted_draft_tokens,
+        "tokens_per_step": {
+            "plain": round(tokens / steps[False], 2),
+            "drafts": round(tokens / steps[True], 2),
+        },
     }
 
 
 def _method(options: argparse.Namespace) -> int:
-    if options.draft_layers:
+    if options.draft_layers or options.model:
         return runner_pb2.SPECULATION_METHOD_DRAFT_MODEL
     return runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
 
@@ -120,6 +150,7 @@ def _method(options: argparse.Namespace) -> int:
 def main() -> None:
     """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a trained model with a head")
     parser.add_argument("--shape", choices=sorted(SHAPES), default=DEFAULT_SHAPE)
     parser.add_argument("--quantization", default="", help="as of `quire serve`")
     parser.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time")
@@ -139,7 +170,10 @@ def main() -> None:
     before = machine.times_s()
     found: dict[str, Any] = {"machine": machine.describe(), "arguments": sys.argv[1:]}
     cache, texts = options.cache.resolve(), _TEXTS
-    if options.draft_layers:
+    if options.model:
+        model, texts = options.model.resolve(), _TEXTS_OF_HEAD
+        flags += ["--draft-model", MTP_HEAD]
+    elif options.draft_layers:
         model, draft, shape = make_pair(shape, options.draft_layers, cache)
         texts = _TEXTS_OF_MODEL
         if options.wrong_draft:
@@ -148,10 +182,8 @@ def main() -> None:
     else:
         model = make_model(shape, cache)
     with GatewayProcess(model=str(model), flags=flags) as server:
-        assert server.channel is not None
-        stub = runner_pb2_grpc.ModelRunnerServiceStub(server.channel)
         for name, settings in texts.items():
-            found[name] = _compare(stub, shape.vocab_size, options, **settings)
+            found[name] = _compare(server, shape.vocab_size, options, **settings)
     found["disturbance"] = machine.disturbance(before, machine.times_s())
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
 

@@ -26,12 +26,11 @@ class ExpertPairs:
     """
 
     def __init__(self, experts: Sequence[LoraPairs | None]) -> None:
-        """Take ownership of the matrices."""
+        """Take ownership of the matrices. They may be moved until `settle` is called."""
         self.experts = tuple(experts)
-        self.settle()
 
     def settle(self) -> None:
-        """Note where the matrices are, after they were moved."""
+        """Note where the matrices are, before they are in a slot."""
         self.described = cpu.describe_experts(self.experts)
 
     def weights(self) -> list[Weight]:

@@ -29,18 +29,16 @@ from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
 from kernels.expert_lora import ExpertAdapters
 from kernels.gated_activation import (
+    ACTIVATIONS,
     UNGATED,
     Activation,
     gated_activation,
-    gated_activation_reference,
     sigmoid,
 )
 from kernels.linear import DenseWeight
 from kernels.lora import add_lora
 from kernels.weight import Weight
 
-# One matrix per expert: a tensor [E, O, I], or E tensors [O, I].
-PlainWeights = torch.Tensor | Sequence[torch.Tensor]
 # Of gate_up and down: [E, 2 * I] and [E, C] contiguous, of the dtype of x.
 Biases = tuple[torch.Tensor, torch.Tensor]
 # A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`.
@@ -154,24 +152,6 @@ def pack_experts(weights: ExpertWeights) -> ExpertWeights:
     return cpu.PackedWeights(packed, known) if len(known) == len(packed) else packed
 
 
-def experts_reference(
-    x: torch.Tensor,
-    gate_up: PlainWeights,
-    down: PlainWeights,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    activation: Activation = "silu",
-) -> torch.Tensor:
-    """The experts in plain torch; see `experts`. No weight is packed."""
-    outputs = x.new_zeros(*expert_ids.shape, x.shape[1])  # [T, k, C]
-    for expert in range(len(gate_up)):
-        token, choice = torch.where(expert_ids == expert)
-        if len(token):
-            inner = gated_activation_reference(functional.linear(x[token], gate_up[expert]), activation)
-            outputs[token, choice] = functional.linear(inner, down[expert])
-    return _weighted_sum(outputs, expert_weights)
-
-
 def experts(  # noqa: PLR0913 - keyword-only options of one formula
     x: torch.Tensor,
     gate_up: ExpertWeights,
@@ -216,7 +196,8 @@ def experts(  # noqa: PLR0913 - keyword-only options of one formula
             x, gate_up, down, expert_ids, expert_weights, activation, batch_invariant=batch_invariant
         )
     if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
-        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation, biases, lora)
+        number = ACTIVATIONS.index(activation)
+        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, number, biases, lora)
     return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation, biases, lora)
 
 

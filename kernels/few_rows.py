@@ -22,9 +22,8 @@ import torch
 
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
 from kernels.few_rows_tiles import MOST_ROWS, Tiles
-from kernels.gated_activation import Activation, gated_activation_reference
-from kernels.linear import linear_reference
-from kernels.rms_norm import check_norm_weight, rms_norm_reference
+from kernels.gated_activation import Activation
+from kernels.rms_norm import check_norm_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +39,6 @@ class NormBefore:
     weight: torch.Tensor
     eps: float
     squares: torch.Tensor
-
-
-def few_rows_product_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    norm: tuple[torch.Tensor, float] | None = None,
-    activation: Activation | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The separate operations in plain torch; see `few_rows_product`. Takes the norm's weight and eps."""
-    if norm is not None:
-        x = rms_norm_reference(x, *norm)  # [T, I]
-    y = linear_reference(x, weight, bias)  # [T, O], with a gate [T, 2 * O]
-    if activation is not None:
-        y = gated_activation_reference(y, activation)  # [T, O]
-    return y if residual is None else residual.add_(y)
 
 
 def few_rows_product(

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import gated_activation as cpu
+from kernels.cpu.dtypes import can_run
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu", "relu2"]
 # In the order of their numbers in kernels/cpu/gates.h.
@@ -67,7 +68,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
         from kernels.cuda import gated_activation as cuda
 
         return cuda.gated_activation(gate_up, activation)
-    if cpu.can_gated_activation(gate_up):
+    if can_run(gate_up):
         return cpu.gated_activation(gate_up, ACTIVATIONS.index(activation))
     return gated_activation_reference(gate_up, activation)
 
@@ -77,6 +78,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
     Torch computes the last elements of a tensor otherwise than the others on a CPU.
     """
-    if not cpu.can_gated_activation(x):
+    if not can_run(x):
         return torch.sigmoid(x)
     return cpu.gated_activation(torch.cat((x, torch.ones_like(x)), dim=1), len(ACTIVATIONS))

@@ -25,6 +25,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
+from kernels.cpu.dtypes import can_run
 from kernels.short_conv import silu_conv_reference
 from kernels.state_rows import StateRows, scanned_rows
 
@@ -99,7 +100,7 @@ def gated_delta(
     Returns:
         [T, I]
     """
-    if cpu.can_scan(projected):
+    if can_run(projected):
         return cpu.scan(projected, weights.compiled(), inputs, states, at)
     return gated_delta_reference(projected, weights, inputs, states, at)
 

@@ -39,7 +39,6 @@ class DenseWeight(Weight):
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
     ) -> torch.Tensor:
-        """See `Weight`."""
         if batch_invariant and x.is_cuda:
             from kernels.cuda import linear as cuda
 
@@ -47,19 +46,15 @@ class DenseWeight(Weight):
         return functional.linear(x, self.data, bias)
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """See `Weight`."""
         return self.data[first : first + len(rows)].copy_(rows, non_blocking=True)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See `Weight`."""
         return functional.embedding(indices, self.data)
 
     def dense(self) -> torch.Tensor:
-        """See `Weight`."""
         return self.data
 
     def packed(self) -> Weight:
-        """See `Weight`."""
         return pack_weight(self.data, in_place=True)
 
 
@@ -76,11 +71,6 @@ def pack_weight(weight: torch.Tensor, *, in_place: bool = False) -> Weight:
         in_place: Its memory may be overwritten, so that it is not in memory twice.
     """
     return PackedWeight(weight, in_place=in_place) if can_pack(weight) else DenseWeight(weight)
-
-
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """X W^T + b in plain torch; see `linear`."""
-    return functional.linear(x, weight, bias)
 
 
 def linear(

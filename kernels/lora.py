@@ -23,7 +23,6 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu import lora as cpu
-from kernels.linear import linear_reference
 from kernels.lora_pairs import LoraPairs, SortedRows
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def lora_reference(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: to
         if pairs is None:
             continue
         rows = (slots == slot).nonzero()[:, 0]  # [n]
-        inner = linear_reference(x.index_select(0, rows), pairs.a.plain.to(x.device))  # [n, ranks of A]
+        inner = functional.linear(x.index_select(0, rows), pairs.a.plain.to(x.device))  # [n, ranks of A]
         parts = zip(pairs.b, pairs.ranks, pairs.starts, outputs, strict=True)
         for b, rank, start, (begin, end) in parts:
             if b is None:

@@ -52,8 +52,7 @@ class LoraPairs:
             outputs: The number of outputs of each part.
             dtype: That of the projection.
             pack: Pack the matrices, if there is a compiled product for them.
-            scales: See above.
-            shifts: Likewise.
+            scales, shifts: See the attributes.
 
         Raises:
             ValueError: A shape does not fit, or a rank is not from 1 to MAX_RANK.

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
+from kernels.cpu.dtypes import can_run
 from kernels.state_rows import StateRows, scanned_rows
 
 
@@ -55,7 +56,7 @@ def mamba1(rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at:
     Returns:
         [T, I]
     """
-    if cpu.can_scan(rows):
+    if can_run(rows):
         return cpu.mamba1(rows, weights.compiled(), states, at)
     return mamba1_reference(rows, weights, states, at)
 

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
+from kernels.cpu.dtypes import can_run
 from kernels.short_conv import silu_conv_reference
 from kernels.state_rows import StateRows, scanned_rows
 
@@ -90,7 +91,7 @@ def mamba2(
     Returns:
         [T, I]
     """
-    if cpu.can_scan(projected):
+    if can_run(projected):
         return cpu.scan(projected, weights.compiled(), inputs, states, at)
     return mamba2_reference(projected, weights, inputs, states, at)
 

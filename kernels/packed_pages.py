@@ -65,14 +65,9 @@ class _PackedPages(ABC):
     """
 
     def __init__(self, data: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Take memory. Its contents stay as they are.
+        """Take memory. Its contents stay as they are. `dtype`: see `can_pack`.
 
-        Args:
-            data: See there.
-            dtype: For int8 that of the elements, else that of the data.
-
-        Raises:
-            ValueError: There are no compiled kernels for such pages: see `can_pack`.
+        Raises ValueError if there are no compiled kernels for such pages.
         """
         if not can_pack(data, dtype):
             raise ValueError(f"data: there are no kernels for {data.dtype} pages {list(data.shape)}")

@@ -31,12 +31,7 @@ class PackedWeight(Weight):
     """
 
     def __init__(self, weight: torch.Tensor, *, in_place: bool = False) -> None:
-        """Pack a weight [O, I].
-
-        Args:
-            weight: The plain weight.
-            in_place: Overwrite the memory of `weight`, if it consists of whole blocks.
-        """
+        """Pack a weight [O, I]. `in_place`: overwrite its memory, if it consists of whole blocks."""
         self.shape = weight.shape
         self.dtype = weight.dtype
         outputs, inputs = filled_up(weight.shape, weight.dtype)

@@ -42,17 +42,14 @@ class PermutedWeight(Weight):
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
     ) -> torch.Tensor:
-        """See `Weight`."""
         if self._order is not None:
             x = x.index_select(1, self._order)
         return self.within.multiply(x, bias, batch_invariant=batch_invariant)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See `Weight`."""
         return self._in_place(self.within.rows(indices))
 
     def dense(self) -> torch.Tensor:
-        """See `Weight`."""
         return self._in_place(self.within.dense())
 
     def packed(self) -> Weight:

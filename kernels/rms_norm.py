@@ -16,6 +16,7 @@ import torch
 
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
 from kernels.cpu import rms_norm as cpu
+from kernels.cpu.dtypes import can_run
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -58,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         from kernels.cuda import rms_norm as cuda
 
         return cuda.rms_norm(x, weight, eps)
-    if x.dim() == 2 and cpu.can_rms_norm(x):
+    if x.dim() == 2 and can_run(x):
         return cpu.rms_norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
@@ -97,6 +98,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         from kernels.cuda import rms_norm as cuda
 
         return cuda.add_rms_norm(x, residual, weight, eps)
-    if cpu.can_rms_norm(x):
+    if can_run(x):
         return cpu.rms_norm(x, weight, eps, residual)
     return add_rms_norm_reference(x, residual, weight, eps)

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
+from kernels.cpu.dtypes import can_run
 from kernels.state_rows import StateRows, past_rows
 
 
@@ -48,7 +49,7 @@ def silu_conv(
     raw: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
     """See `silu_conv_reference`; by the CPU's kernels, where they are. Rows may be apart."""
-    if cpu.can_scan(raw):
+    if can_run(raw):
         return cpu.silu_conv(raw, taps, bias, inputs, at)
     return silu_conv_reference(raw, taps, bias, inputs, at)
 

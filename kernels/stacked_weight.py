@@ -28,17 +28,14 @@ class StackedWeight(Weight):
 
     @property
     def device(self) -> torch.device:
-        """See `Weight`."""
         return self.parts[0].device
 
     @property
     def nbytes(self) -> int:
-        """See `Weight`."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def compiled(self) -> list[CompiledPart] | None:
-        """See `Weight`."""
         found: list[CompiledPart] = []
         for part in self.parts:
             if part.compiled is None:
@@ -47,7 +44,6 @@ class StackedWeight(Weight):
         return found
 
     def part(self, first: int) -> tuple[Weight, int]:
-        """See `Weight`."""
         for part in self.parts:
             if first < len(part):
                 return part, first
@@ -57,7 +53,6 @@ class StackedWeight(Weight):
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
     ) -> torch.Tensor:
-        """See `Weight`."""
         sizes = [*map(len, self.parts)]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         products = (
@@ -67,7 +62,6 @@ class StackedWeight(Weight):
         return torch.cat([*products], dim=1)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """See `Weight`."""
         found = torch.empty(len(indices), self.shape[1], dtype=self.dtype)
         ends = [*itertools.accumulate(map(len, self.parts))]
         for part, end in zip(self.parts, ends, strict=True):
@@ -76,9 +70,7 @@ class StackedWeight(Weight):
         return found
 
     def dense(self) -> torch.Tensor:
-        """See `Weight`."""
         return torch.cat([part.dense() for part in self.parts])
 
     def packed(self) -> Weight:
-        """See `Weight`."""
         return StackedWeight([part.packed() for part in self.parts])

@@ -59,25 +59,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 class Settings:
     """What all sources say. A setting that is refused has its default in `config`.
 
-    `sources`: of each value that was taken, a flag, a variable or the file. `file`: its path, "" without one.
+    `sources`: of each value that was taken, a flag, a variable or the path of the file.
     """
 
     config: Config
     sources: Mapping[str, str]
     errors: Sequence[ConfigError]
-    file: str
-
-    def where(self, name: str) -> str:
-        """The source of a setting, with the line of the file."""
-        source = self.sources.get(name, "default")
-        return f"{source}{_line_of(source, name)}" if source == self.file else source
 
     def said(self, error: ConfigError) -> str:
-        """The error, with where the setting is from: the line, if it is in the file."""
+        """The error, with where the setting is from."""
         source = error.source or self.sources.get(error.setting, "default")
-        if not self.file or source != self.file:
-            return str(ConfigError(error.setting, source, error.value, error.allowed))
-        return f"{self.file}{_line_of(self.file, error.setting)}: {error.shown} is refused: {error.allowed}"
+        return str(ConfigError(error.setting, source, error.value, error.allowed))
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
@@ -109,7 +101,7 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Setti
             # A default may not fit what is given.
             source = next((sources[name] for name in names if name in sources), "default")
             errors.append(ConfigError(names[0], source, AUTO if value is None else value, problem))
-    return Settings(config, sources, errors, path)
+    return Settings(config, sources, errors)
 
 
 def _given(
@@ -211,16 +203,6 @@ def _weight_conflicts(config: Config) -> Iterator[Conflict]:
         for name in names:
             if is_so and getattr(config, name) != getattr(Config(), name):
                 yield (name, other), problem
-
-
-def _line_of(file: str, name: str) -> str:
-    """The line of a key or table, as a suffix of the file; empty if it is not found."""
-    key = re.compile(rf"""\s*\[?\s*(["']?){re.escape(name)}\1\s*[=\].]""")
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return next((f":{number}" for number, line in enumerate(lines, 1) if key.match(line)), "")
 
 
 def _shown(name: str, value: object) -> object:

@@ -35,7 +35,6 @@ from service.runtimes.servicer import RunnerApi
 from service.runtimes.weight_uploads import WeightUploads
 from service.settings import ConfigError
 from service.shard import OpenShard
-from service.uploads import UploadDirectory
 
 
 class Core:
@@ -124,11 +123,11 @@ class Core:
         directory = opened.directory
         for extension in extensions:
             if extension.launcher is not None:
-                return extension.launcher(self.config, directory, self._remove_leftovers)
+                return extension.launcher(self.config, directory)
         if worker_port is not None:
-            return RemoteLauncher(directory, self.config, self._remove_leftovers, worker_port, opened.lease)
+            return RemoteLauncher(directory, self.config, worker_port, opened.lease)
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
-        return LocalLauncher(directory, grace_s, self._remove_leftovers, gpus)
+        return LocalLauncher(directory, grace_s, gpus)
 
     def count_with(self, first: Core) -> None:
         """Counts where the first core of this process does, so that figures stay when this one ends.
@@ -139,13 +138,6 @@ class Core:
         self.versions.starts = first.versions.starts
         self.caches.parts.context.counts = first.caches.parts.context.counts
         self.versions.subscribe(first.versions.changed)
-
-    def _upload_directories(self) -> tuple[UploadDirectory, ...]:
-        return self.adapter_store.directory, self.weight_uploads.directory
-
-    def _remove_leftovers(self) -> None:
-        for directory in self._upload_directories():
-            directory.remove_leftovers()
 
     async def run(self) -> None:
         """Runs the workers and the tasks of the shard until cancelled. Raises PoolFailed."""
@@ -165,5 +157,5 @@ class Core:
         """Closes the journal. All other parts have stopped before."""
         self.values.close()
         self.journal.close()
-        for directory in self._upload_directories():
-            directory.close()
+        self.adapter_store.directory.close()
+        self.weight_uploads.directory.close()

@@ -22,7 +22,7 @@ from typing import Any
 
 from service.caches.answers import CommandFailed, Event
 from service.caches.effects import Reply, Send, Write
-from service.caches.entries import WorkerView
+from service.caches.entries import CacheEntry, WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import PreviousCaches, Release, Request, Result, undelivered
@@ -37,7 +37,7 @@ _EXPIRY_INTERVAL_S = 1.0
 _TICK_S = 0.05
 # If a commit takes longer, no new operations are accepted.
 _JOURNAL_STALL_S = 5.0
-# Caches that are released before other tasks run. Takes a few milliseconds.
+# Caches whose leases are looked at before other tasks run. To release as many takes a few milliseconds.
 _EXPIRED_AT_ONCE = 256
 
 SendCommands = Callable[[Sequence[Send]], None]
@@ -166,9 +166,9 @@ class Dispatcher:
         self.caches.close()
         self._answer(self.caches.take_effects().replies)
 
-    def expire(self, at_most: int | None = None) -> int:
-        """Releases unused caches whose lease has expired. Returns how many."""
-        expired = self.caches.expire(self._clock_s(), at_most)
+    def expire(self, entries: Iterable[CacheEntry]) -> int:
+        """Releases those of these caches whose lease has expired. Returns how many."""
+        expired = self.caches.expire(self._clock_s(), entries)
         self._carry_out()
         return expired
 
@@ -183,9 +183,9 @@ class Dispatcher:
                 self._carry_out()
             if slept_s >= _EXPIRY_INTERVAL_S:
                 slept_s = 0.0
-                expired = 0
-                while released := self.expire(_EXPIRED_AT_ONCE):
-                    expired += released
+                expired, entries = 0, list(self.caches.index)
+                for start in range(0, len(entries), _EXPIRED_AT_ONCE):
+                    expired += self.expire(entries[start : start + _EXPIRED_AT_ONCE])
                     await asyncio.sleep(0)
                 if expired:
                     _log.info("leases ran out", caches=expired)

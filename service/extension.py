@@ -44,10 +44,9 @@ _log = get_logger(__name__)
 
 # Returns an ASGI application that does more than the given one.
 WrapHttp = Callable[[Any], Any]
-# Returns what starts the workers of a shard. Raises ConfigError. Is given the settings, where it keeps what
-# the next gateway needs to know of them (None: nothing survives), and what it calls once no other gateway
-# uses that directory.
-NewLauncher = Callable[[Config, Path | None, Callable[[], None]], Launcher]
+# Returns what starts the workers of a shard. Raises ConfigError. Is given the settings, and where it keeps what
+# the next gateway needs to know of them (None: nothing survives).
+NewLauncher = Callable[[Config, Path | None], Launcher]
 # Opens the shard that a gateway begins with, and may wait until it gets one. Is given what opens journals.
 # Raises JournalUnusable or ConfigError.
 OpenHome = Callable[[OpenJournal], Awaitable[OpenShard]]

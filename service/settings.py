@@ -29,8 +29,8 @@ class ConfigError(Exception):
     def __init__(self, setting: str, source: str, value: object, allowed: str) -> None:
         value = _without_password(value)
         # As TOML has it. Its texts can be quoted as Python quotes them.
-        self.shown = f"{setting} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
-        super().__init__(f"{self.shown}{source and f' (from {source})'} is refused: {allowed}")
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        super().__init__(f"{setting} = {shown}{source and f' (from {source})'} is refused: {allowed}")
         self.setting = setting
         self.source = source
         self.value = value

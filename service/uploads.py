@@ -30,7 +30,6 @@ class UploadDirectory:
         self._name = name
         self._data_dir = data_dir
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._leftovers: list[Path] = []
 
     @property
     def path(self) -> Path:
@@ -42,15 +41,14 @@ class UploadDirectory:
         return Path(self._temporary.name)
 
     def keep_only(self, names: Container[str]) -> None:
-        """Makes `remove_leftovers` remove what else there is now: an earlier gateway has left it."""
-        if self._data_dir is not None and self.path.is_dir():
-            self._leftovers = [path for path in self.path.iterdir() if path.name not in names]
+        """Removes what else an earlier gateway has left. Blocks.
 
-    def remove_leftovers(self) -> None:
-        """To be called once no other gateway can have this data directory. Blocks. Never raises."""
-        for path in self._leftovers:
-            shutil.rmtree(path, ignore_errors=True)
-        self._leftovers = []
+        The journal is open, so no other gateway has this data directory.
+        """
+        if self._data_dir is not None and self.path.is_dir():
+            for path in self.path.iterdir():
+                if path.name not in names:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Removes what must not outlive the gateway. Never raises."""

@@ -183,7 +183,7 @@ class Follower:
             case PlanKind.MOVE_SLOTS:
                 self._kv.move_slots(pairs_of(message))
             case PlanKind.SET_LORA:
-                self._set_lora(*message.numbers[:2])
+                self._set_lora(*message.numbers)
             case PlanKind.USE_WEIGHTS:
                 self._use_weights()
             case PlanKind.DROP_WEIGHTS:

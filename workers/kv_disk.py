@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from workers.kv.disk_pages import DiskPages, ReadOutcome
 from workers.kv.disk_threads import (
     MOST_WRITES,
+    DiskReport,
     DiskThreads,
     Listed,
     PageRead,
     PageReads,
-    Report,
     WritesFailed,
     WritesGoOn,
     Written,
@@ -31,7 +31,7 @@ from workers.kv.disk_threads import (
 from workers.kv.page_files import PageFiles
 from workers.kv.page_pool import OutOfPages
 from workers.kv.table import KvTable
-from workers.operations import DiskReport, Forward
+from workers.operations import Forward
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,6 @@ class KvDisk:
         self._threads: DiskThreads | None = None
         self._writes = 0
         self._waiting: deque[_Waiting] = deque()
-        self._reports: deque[Report] = deque()
         # When a page was last read, or had to be. After PATIENCE_S the disk is given up.
         self._progress_s = 0.0
         self._reads_pages = True
@@ -106,13 +105,8 @@ class KvDisk:
         self._has_failed = self._is_stopped = False
         table.store_on(self._pages)
 
-    def report_to(self, submit: Callable[[DiskReport], None]) -> None:
-        """Whom the threads tell that there is something to `take`. They start now."""
-
-        def report(one: Report) -> None:
-            self._reports.append(one)
-            submit(DiskReport())
-
+    def report_to(self, report: Callable[[DiskReport], None]) -> None:
+        """Whom the threads tell what is to be given to `take`. They start now."""
         self._threads = DiskThreads(
             self._files, self._views, report, write_bytes_per_s=self._write_bytes_per_s
         )
@@ -139,7 +133,7 @@ class KvDisk:
             # It cannot begin either, and comes again when others have made room.
             waiting.unread.clear()
         if not waiting.unread:
-            self._table.let_go(waiting.pages)
+            self._table.held.let_go(waiting.pages)
             return True
         self._waiting.append(waiting)
         return False
@@ -157,10 +151,11 @@ class KvDisk:
         where = forward.sequence, forward.position, forward.salt
         absent: list[tuple[bytes, bytes]] = []
         for digest, parent in table.next_digests(*where, forward.token_ids, reusable):
-            if (page := table.hold(digest)) is not None:
+            if (page := table.find(digest)) is not None:
+                table.held.hold(page)
                 waiting.pages.append(page)
             elif (page := pages.being_read(digest)) is not None:
-                table.hold_page(page)
+                table.held.hold(page)
                 waiting.pages.append(page)
                 waiting.unread.add(digest)
             elif pages.has(digest):
@@ -175,42 +170,41 @@ class KvDisk:
         """Read pages for a forward. Raises OutOfPages, and has no effect then."""
         if not absent:
             return
-        fresh = self._table.take(len(absent))
+        fresh = self._table.held.take(len(absent))
         if not self._pages.are_read:
             self._progress_s = time.monotonic()
         reads = [PageRead(digest, parent, page) for (digest, parent), page in zip(absent, fresh, strict=True)]
         for read in reads:
             self._pages.begin_read(read.digest, read.page)
             # Once for the read, and once for the forward, which may be dropped before the read has ended.
-            self._table.hold_page(read.page)
+            self._table.held.hold(read.page)
         waiting.pages += fresh
         waiting.unread.update(digest for digest, _ in absent)
         assert self._threads is not None
         self._threads.read(reads)
 
-    def take(self) -> list[Forward]:
-        """Take what the threads have done. Returns the forwards that can be queued, in order of arrival."""
-        while self._reports:
-            match self._reports.popleft():
-                case PageReads(outcomes):
-                    self._progress_s = time.monotonic()
-                    for digest, outcome in outcomes:
-                        self._end_read(digest, outcome)
-                case Written(write, is_stored):
-                    self._writes -= 1
-                    self._pages.written(write, is_stored=is_stored)
-                    if is_stored and self._has_failed:
-                        self._has_failed = False
-                        _log.info("KV is stored on disk again")
-                case WritesFailed(why):
-                    self._pages.stop_writes()
-                    if not self._has_failed:
-                        _log.error("KV is not stored on disk: %s", why)
-                    self._has_failed = True
-                case WritesGoOn():
-                    self._pages.takes_writes = not self._is_stopped
-                case Listed(found, gone):
-                    self._pages.listed(found, gone)
+    def take(self, report: DiskReport) -> list[Forward]:
+        """Take what a thread has done. Returns the forwards that can be queued, in order of arrival."""
+        match report:
+            case PageReads(outcomes):
+                self._progress_s = time.monotonic()
+                for digest, outcome in outcomes:
+                    self._end_read(digest, outcome)
+            case Written(write, is_stored):
+                self._writes -= 1
+                self._pages.written(write, is_stored=is_stored)
+                if is_stored and self._has_failed:
+                    self._has_failed = False
+                    _log.info("KV is stored on disk again")
+            case WritesFailed(why):
+                self._pages.stop_writes()
+                if not self._has_failed:
+                    _log.error("KV is not stored on disk: %s", why)
+                self._has_failed = True
+            case WritesGoOn():
+                self._pages.takes_writes = not self._is_stopped
+            case Listed(found, gone):
+                self._pages.listed(found, gone)
         self.write_more()
         return self._release(lambda waiting: not waiting.unread)
 
@@ -220,7 +214,7 @@ class KvDisk:
             self._table.filled(page, digest)
         elif outcome is ReadOutcome.REFUSED and self._pages.counts.refused == 1:
             _log.warning("a file of KV is not what its name says: such files are deleted, and counted")
-        self._table.let_go([page])
+        self._table.held.let_go([page])
         for waiting in self._waiting:
             waiting.unread.discard(digest)
 
@@ -231,7 +225,7 @@ class KvDisk:
         blocked: set[int] = set()
         for waiting in self._waiting:
             if waiting.forward.sequence not in blocked and is_ready(waiting):
-                self._table.let_go(waiting.pages)
+                self._table.held.let_go(waiting.pages)
                 ready.append(waiting.forward)
             else:
                 blocked.add(waiting.forward.sequence)
@@ -273,7 +267,7 @@ class KvDisk:
     def _remove(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
         removed = [waiting for waiting in self._waiting if unwanted(waiting.forward)]
         for waiting in removed:
-            self._table.let_go(waiting.pages)
+            self._table.held.let_go(waiting.pages)
             self._waiting.remove(waiting)
         return [waiting.forward for waiting in removed]
 

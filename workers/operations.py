@@ -538,11 +538,6 @@ class AdapterRead:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskReport:
-    """Pages were read from disk or written: see `KvDisk.take`. From the worker's own threads."""
-
-
-@dataclass(frozen=True, slots=True)
 class Reset:
     """The stream has changed: roll back all forwards, drop all results, and report the sequences.
 

@@ -29,10 +29,11 @@ from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
 from workers.inbox import Inbox
+from workers.kv.disk_threads import DiskReport
 from workers.kv.page_pool import OutOfPages
 from workers.kv_disk import KvDisk
 from workers.logging import get_logger
-from workers.operations import Chunk, Command, DiskReport, Failed, FailureReason, Forward
+from workers.operations import Chunk, Command, Failed, FailureReason, Forward
 from workers.other_commands import Internal, OtherCommands, required
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
@@ -195,7 +196,7 @@ class StepLoop:
         self._take_now(self._prelauncher.release_held())
         if isinstance(command, DiskReport):
             assert self._kv_disk is not None, "it reports"
-            self._take_read(self._kv_disk.take())
+            self._take_read(self._kv_disk.take(command))
         else:
             self._in_flight.finish()
             self._others.carry_out(command)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 
 from benchmarks.in_process import LlmExecutor
@@ -15,27 +12,17 @@ from workers.operations import GREEDY
 class ExecutorPeer(Peer):
     """Greedy, without log-probabilities. Each sequence has its own prompt, so that none share pages."""
 
-    def __init__(self, config: PeerConfig, **settings: Any) -> None:
-        """`settings`: further arguments of `LlmExecutor.load`."""
+    def __init__(self, config: PeerConfig) -> None:
         torch.set_num_threads(config.threads)
         self._vocab_size = config.shape.vocab_size
-        # Older checkouts have another name.
-        pages = next(
-            name for name in inspect.signature(LlmExecutor.load).parameters if name.startswith("kv_")
-        )
-        settings[pages] = config.kv_pages
-        self._executor = LlmExecutor.load(config.model_dir(), **settings)
+        self._executor = LlmExecutor.load(config.model_dir(), kv_pages=config.kv_pages)
         self._executor.warmup()
         self._context_tokens = 0
         self._first: list[int] = []
         self._next: list[int] = []
-        self._given: list[list[int]] = []
-        self._coming = self._given
 
     def versions(self) -> dict[str, str]:
-        # Which of the two has it depends on the checkout.
-        both: list[Any] = [self._executor.info(), self._executor.capabilities()]
-        said = next(found for found in both if hasattr(found, "kernels"))
+        said = self._executor.capabilities()
         return {"torch": torch.__version__, "kernels": ", ".join(said.kernels), "runner": said.runner}
 
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
@@ -47,11 +34,6 @@ class ExecutorPeer(Peer):
         tokens = [self._first[0], self._next[0]]
         self._reset()
         return tokens
-
-    def feed(self, tokens: list[list[int]]) -> None:
-        """Until `release`, the steps of a `decode` append these tokens, [steps][B], not the model's."""
-        self._given = tokens
-        self._reset()
 
     def decode(self, steps: int) -> Sample:
         ns = timed_steps(self._step, steps)
@@ -67,17 +49,16 @@ class ExecutorPeer(Peer):
 
     def release(self) -> None:
         self._forget(len(self._first))
-        self._first, self._given = [], []
+        self._first = []
 
     def _step(self) -> None:
         items = [(key, token, GREEDY) for key, token in enumerate(self._next)]
-        chosen = [output.token_id for output in self._executor.batch_decode(items)]
-        self._next = self._coming.pop(0) if self._coming else chosen
+        self._next = [output.token_id for output in self._executor.batch_decode(items)]
 
     def _reset(self) -> None:
         for key in range(len(self._first)):
             self._executor.truncate_kv(key, self._context_tokens)
-        self._next, *self._coming = self._given or [self._first]
+        self._next = self._first
 
     def _forget(self, count: int) -> None:
         for key in range(count):

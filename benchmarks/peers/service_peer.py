@@ -52,9 +52,9 @@ class ServicePeer(GrpcPeer):
 
     def _counted(self, turn: Coroutine[Any, Any, Sample]) -> Sample:
         """A turn, with the mean number of sequences in a step of the worker."""
-        before = _step_counts(self.gateway.status().workers[0])
+        before = self.gateway.status().workers[0].counts
         sample = self.run(turn)
-        after = _step_counts(self.gateway.status().workers[0])
+        after = self.gateway.status().workers[0].counts
         items = after.batch_items - before.batch_items
         sample.more = {"batch": items / max(1, after.steps - before.steps)}
         return sample
@@ -103,9 +103,3 @@ class ServicePeer(GrpcPeer):
             cache_id = result.response.kv_cache.cache_id
             await self.stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=cache_id))
         return Sample([ns], sum(map(len, token_ids)))
-
-
-def _step_counts(worker: Any) -> Any:
-    """The worker's step counts: its own fields, or in a message, depending on the checkout."""
-    messages = [worker, *(value for _field, value in worker.ListFields())]
-    return next(found for found in messages if hasattr(found, "batch_items"))

@@ -14,8 +14,7 @@ from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, time
 class TransformersPeer(Peer):
     """All sequences have one length, so that no attention mask is needed: the fastest path."""
 
-    def __init__(self, config: PeerConfig, *, own_prompts: bool = False) -> None:
-        """With `own_prompts` the sequences have those of `ExecutorPeer`, instead of copies of the first."""
+    def __init__(self, config: PeerConfig) -> None:
         torch.set_num_threads(config.threads)
         self._vocab_size = config.shape.vocab_size
         # In evaluation mode, as from_pretrained leaves it.
@@ -26,33 +25,22 @@ class TransformersPeer(Peer):
         self._context_tokens = 0
         self._next = torch.empty(0)
         self._first = self._next
-        self._own_prompts = own_prompts
-        self._given: list[torch.Tensor] = []  # [B, 1] each
-        self._coming = self._given
 
     def versions(self) -> dict[str, str]:
         return {"transformers": transformers.__version__, "torch": torch.__version__}
 
     @torch.inference_mode()
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
-        own = torch.tensor(prompts(self._vocab_size, batch, context_tokens))
+        # One prompt for all, prefilled once and copied. Each sequence still has its own memory.
+        own = torch.tensor(prompts(self._vocab_size, batch, context_tokens)[:1])
         self._cache, self._context_tokens = self._new_cache(), context_tokens
-        if self._own_prompts:
-            self._first = self._forward(own, self._cache)  # [B, 1]
-        else:
-            # One prompt for all, prefilled once and copied. Each sequence still has its own memory.
-            self._first = self._forward(own[:1], self._cache).repeat(batch, 1)  # [B, 1]
-            self._cache.batch_repeat_interleave(batch)
+        self._first = self._forward(own, self._cache).repeat(batch, 1)  # [B, 1]
+        self._cache.batch_repeat_interleave(batch)
         self._next = self._first
         self._step()
         tokens = [int(self._first[0]), int(self._next[0])]
         self._reset()
         return tokens
-
-    def feed(self, tokens: list[list[int]]) -> None:
-        """Until `release`, the steps of a `decode` append these tokens, [steps][B], not the model's."""
-        self._given = [torch.tensor(row)[:, None] for row in tokens]
-        self._reset()
 
     @torch.inference_mode()
     def decode(self, steps: int) -> Sample:
@@ -68,7 +56,6 @@ class TransformersPeer(Peer):
 
     def release(self) -> None:
         self._cache = None
-        self._given = []
 
     def _new_cache(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
@@ -80,12 +67,11 @@ class TransformersPeer(Peer):
         return chosen
 
     def _step(self) -> None:
-        chosen = self._forward(self._next, self._cache)
-        chosen.tolist()  # As for all competitors, the caller receives every token.
-        self._next = self._coming.pop(0) if self._coming else chosen
+        self._next = self._forward(self._next, self._cache)
+        self._next.tolist()  # As for all competitors, the caller receives every token.
 
     def _reset(self) -> None:
         self._cache.crop(self._context_tokens - self._cache.get_seq_length())
         if self._cache.get_seq_length() != self._context_tokens:
             raise RuntimeError(f"the cache has {self._cache.get_seq_length()} tokens after a crop")
-        self._next, *self._coming = self._given or [self._first]
+        self._next = self._first

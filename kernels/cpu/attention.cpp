@@ -457,9 +457,5 @@ void run(const AttentionArguments& a, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_paged_attention_bf16(const quire::AttentionArguments* a, int64_t threads) {
-  quire::run<quire::Bf16>(*a, threads);
-}
-extern "C" void quire_paged_attention_f32(const quire::AttentionArguments* a, int64_t threads) {
-  quire::run<float>(*a, threads);
-}
+QUIRE_EXPORT(void, quire_paged_attention, (const quire::AttentionArguments* a, int64_t threads),
+             quire::run, (*a, threads))

@@ -2,5 +2,12 @@
 
 import torch
 
+from kernels.cpu import library
+
 # Those that kernels for several have, as the names of their functions end.
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+def can_run(x: torch.Tensor) -> bool:
+    """Whether there are compiled kernels for the device and dtype of a tensor."""
+    return x.device.type == "cpu" and x.dtype in SUFFIXES and library.available()

@@ -60,6 +60,7 @@ struct Arguments {
   void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
   void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if there are weights in groups
   int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
+  int64_t activation;            // see `with_activation`
   const int32_t* lora_slots;     // [T]; null: no token has an adapter
   ExpertLora gate_up_lora, down_lora;
   void *lora_inner, *lora_inner_copies, *lora_x_copies;  // as in LoraScratch, of pairs
@@ -303,21 +304,15 @@ bool run(const Arguments& a) {
   return true;
 }
 
+template <typename T>
+bool run_activated(const Arguments& a) {
+  bool found = false;
+  with_activation(a.activation, [&](auto activation) { found = run<decltype(activation), T>(a); });
+  return found;
+}
+
 }  // namespace
 }  // namespace quire
 
 // False if an expert id or a slot is out of range; nothing is computed then.
-#define QUIRE_EXPERTS(NAME, ACTIVATION, T)                                                     \
-  extern "C" bool NAME(const void* arguments) {                                                \
-    return quire::run<quire::ACTIVATION, T>(*static_cast<const quire::Arguments*>(arguments)); \
-  }
-QUIRE_EXPERTS(quire_experts_silu_bf16, Silu, quire::Bf16)
-QUIRE_EXPERTS(quire_experts_silu_f32, Silu, float)
-QUIRE_EXPERTS(quire_experts_gelu_tanh_bf16, GeluTanh, quire::Bf16)
-QUIRE_EXPERTS(quire_experts_gelu_tanh_f32, GeluTanh, float)
-QUIRE_EXPERTS(quire_experts_gelu_bf16, Gelu, quire::Bf16)
-QUIRE_EXPERTS(quire_experts_gelu_f32, Gelu, float)
-QUIRE_EXPERTS(quire_experts_clamped_swiglu_bf16, ClampedSwiglu, quire::Bf16)
-QUIRE_EXPERTS(quire_experts_clamped_swiglu_f32, ClampedSwiglu, float)
-QUIRE_EXPERTS(quire_experts_relu2_bf16, Relu, quire::Bf16)
-QUIRE_EXPERTS(quire_experts_relu2_f32, Relu, float)
+QUIRE_EXPORT(bool, quire_experts, (const quire::Arguments* a), quire::run_activated, (*a))

@@ -11,6 +11,7 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import integers, pointers
 from kernels.cpu.linear import MatrixPart, copied_rows, rounded_rows
 from kernels.cpu.lora import ExpertsLora, Scratch
 from kernels.weight import CompiledPart, Weight
@@ -22,25 +23,22 @@ if TYPE_CHECKING:
 class _Projection(ctypes.Structure):
     """The struct of the same name in experts.cpp: the fields must agree."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("parts", "bias")),
-        *((name, ctypes.c_int64) for name in ("num_parts", "outputs", "inputs", "has_plain", "has_grouped")),
-    )
+    _fields_ = (*pointers("parts bias"), *integers("num_parts outputs inputs has_plain has_grouped"))
 
 
 class _Arguments(ctypes.Structure):
     """The struct of the same name in experts.cpp: the fields must agree."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "x")),
-        *((name, _Projection) for name in ("gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("expert_ids", "expert_weights", "both", "inner", "results")),
-        *((name, ctypes.c_void_p) for name in ("x_copy", "inner_copy", "rounded")),
-        *((name, ctypes.c_int64) for name in ("tokens", "choices", "experts", "width", "inner_width")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "threads")),
-        ("lora_slots", ctypes.c_void_p),
-        *((name, ExpertsLora) for name in ("gate_up_lora", "down_lora")),
-        *((name, ctypes.c_void_p) for name in ("lora_inner", "lora_inner_copies", "lora_x_copies")),
+        *pointers("out x"),
+        ("gate_up", _Projection),
+        ("down", _Projection),
+        *pointers("expert_ids expert_weights both inner results x_copy inner_copy rounded"),
+        *integers("tokens choices experts width inner_width x_stride threads activation"),
+        *pointers("lora_slots"),
+        ("gate_up_lora", ExpertsLora),
+        ("down_lora", ExpertsLora),
+        *pointers("lora_inner lora_inner_copies lora_x_copies"),
     )
 
 
@@ -76,11 +74,11 @@ def experts(
     down: PackedWeights,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    activation: str,
+    activation: int,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     lora: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """See `kernels.experts.experts`, which checks the arguments.
+    """See `kernels.experts.experts`, which checks the arguments. The activation is its place in ACTIVATIONS.
 
     Raises:
         IndexError: An expert id or a slot is out of range.
@@ -116,6 +114,7 @@ def experts(
         inner_width,
         x.stride(0),
         torch.get_num_threads(),
+        activation,
     )
     if biases is not None:
         arguments.gate_up.bias, arguments.down.bias = (bias.data_ptr() for bias in biases)
@@ -129,8 +128,7 @@ def experts(
             lora.down.compiled.described,
         )
         arguments.lora_inner, arguments.lora_inner_copies, arguments.lora_x_copies = lora_scratch.addresses
-    name = f"quire_experts_{activation}_{SUFFIXES[x.dtype]}"
-    run = library.function(name, (ctypes.c_void_p,), ctypes.c_bool)
+    run = library.function(f"quire_experts_{SUFFIXES[x.dtype]}", (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
         raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}, and slots those that there are")
     return out

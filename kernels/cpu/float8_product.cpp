@@ -308,9 +308,5 @@ void run(const LinearArguments& a, int64_t scale_inputs, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_float8_linear_bf16(const quire::LinearArguments* a, int64_t scale_inputs, int64_t threads) {
-  quire::run<quire::Bf16>(*a, scale_inputs, threads);
-}
-extern "C" void quire_float8_linear_f32(const quire::LinearArguments* a, int64_t scale_inputs, int64_t threads) {
-  quire::run<float>(*a, scale_inputs, threads);
-}
+QUIRE_EXPORT(void, quire_float8_linear, (const quire::LinearArguments* a, int64_t scale_inputs, int64_t threads),
+             quire::run, (*a, scale_inputs, threads))

@@ -42,9 +42,4 @@ void run(const GateArguments& a, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_gated_activation_bf16(const quire::GateArguments* a, int64_t threads) {
-  quire::run<quire::Bf16>(*a, threads);
-}
-extern "C" void quire_gated_activation_f32(const quire::GateArguments* a, int64_t threads) {
-  quire::run<float>(*a, threads);
-}
+QUIRE_EXPORT(void, quire_gated_activation, (const quire::GateArguments* a, int64_t threads), quire::run, (*a, threads))

@@ -162,7 +162,4 @@ void run(const ScanArguments& a, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_gated_delta_bf16(const quire::ScanArguments* a, int64_t threads) {
-  quire::run<quire::Bf16>(*a, threads);
-}
-extern "C" void quire_gated_delta_f32(const quire::ScanArguments* a, int64_t threads) { quire::run<float>(*a, threads); }
+QUIRE_EXPORT(void, quire_gated_delta, (const quire::ScanArguments* a, int64_t threads), quire::run, (*a, threads))

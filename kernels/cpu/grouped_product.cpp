@@ -332,11 +332,5 @@ void run(const LinearArguments& a, const GroupFormat& format, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_grouped_linear_bf16(const quire::LinearArguments* a, const quire::GroupFormat* format,
-                                          int64_t threads) {
-  quire::run<quire::Bf16>(*a, *format, threads);
-}
-extern "C" void quire_grouped_linear_f32(const quire::LinearArguments* a, const quire::GroupFormat* format,
-                                         int64_t threads) {
-  quire::run<float>(*a, *format, threads);
-}
+QUIRE_EXPORT(void, quire_grouped_linear, (const quire::LinearArguments* a, const quire::GroupFormat* format, int64_t threads),
+             quire::run, (*a, *format, threads))

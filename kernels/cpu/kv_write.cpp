@@ -40,9 +40,4 @@ bool run(const Arguments& a, int64_t threads) {
 
 // False if a slot is beyond the last page; nothing is written then.
 
-extern "C" bool quire_kv_write_bf16(const quire::Arguments* a, int64_t threads) {
-  return quire::run<quire::Bf16>(*a, threads);
-}
-extern "C" bool quire_kv_write_f32(const quire::Arguments* a, int64_t threads) {
-  return quire::run<float>(*a, threads);
-}
+QUIRE_EXPORT(bool, quire_kv_write, (const quire::Arguments* a, int64_t threads), quire::run, (*a, threads))

@@ -9,6 +9,7 @@ import torch
 from kernels.checks import check_tensor
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import integers, pointers
 from kernels.packed_pages import PackedKeys, PackedValues
 
 _TYPES = (ctypes.c_void_p, ctypes.c_int64)
@@ -18,9 +19,8 @@ class _Arguments(ctypes.Structure):
     """Arguments of kv_write.cpp: the fields must agree."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "slots", "k_pages", "v_pages")),
-        *((name, ctypes.c_int64) for name in ("tokens", "kv_heads", "width", "value_width", "num_slots")),
-        *((name, ctypes.c_int64) for name in ("is_quantised", "is_wide")),
+        *pointers("keys values slots k_pages v_pages"),
+        *integers("tokens kv_heads width value_width num_slots is_quantised is_wide"),
     )
 
 

@@ -99,6 +99,21 @@ class InstructionSetError(Exception):
     """QUIRE_CPU_ISA names an unknown instruction set, or one that this machine lacks."""
 
 
+def pointers(names: str) -> tuple[tuple[str, type], ...]:
+    """Fields of a ctypes structure, by names between blanks: addresses."""
+    return tuple((name, ctypes.c_void_p) for name in names.split())
+
+
+def integers(names: str) -> tuple[tuple[str, type], ...]:
+    """Likewise int64_t."""
+    return tuple((name, ctypes.c_int64) for name in names.split())
+
+
+def doubles(names: str) -> tuple[tuple[str, type], ...]:
+    """Likewise double."""
+    return tuple((name, ctypes.c_double) for name in names.split())
+
+
 def available() -> bool:
     """Whether the compiled kernels are in use."""
     return load() is not None

@@ -27,5 +27,4 @@ void run(const LinearArguments& a, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_linear_bf16(const quire::LinearArguments* a, int64_t threads) { quire::run<quire::Bf16>(*a, threads); }
-extern "C" void quire_linear_f32(const quire::LinearArguments* a, int64_t threads) { quire::run<float>(*a, threads); }
+QUIRE_EXPORT(void, quire_linear, (const quire::LinearArguments* a, int64_t threads), quire::run, (*a, threads))

@@ -8,6 +8,7 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import integers, pointers
 
 # The rows that are copied at a time where the CPU has no instructions for their dtype.
 COPIED_ROWS = 256
@@ -19,8 +20,8 @@ class Arguments(ctypes.Structure):
     """LinearArguments of linear.h: the fields must agree."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "x", "weight", "bias", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride")),
+        *pointers("out x weight bias scratch"),
+        *integers("rows inputs outputs x_stride out_stride"),
     )
 
     @classmethod
@@ -49,10 +50,7 @@ class Arguments(ctypes.Structure):
 class MatrixPart(ctypes.Structure):
     """A `kernels.weight.CompiledPart`. MatrixPart of grouped_product.h: the fields must agree."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "form")),
-        *((name, ctypes.c_int64) for name in ("outputs", "scale_inputs")),
-    )
+    _fields_ = (*pointers("weight form"), *integers("outputs scale_inputs"))
 
 
 def can_multiply(dtype: torch.dtype) -> bool:

@@ -212,9 +212,4 @@ bool run(const Arguments& a) {
 }  // namespace quire
 
 // False if there is no such slot; nothing is added then.
-extern "C" bool quire_lora_bf16(const void* arguments) {
-  return quire::run<quire::Bf16>(*static_cast<const quire::Arguments*>(arguments));
-}
-extern "C" bool quire_lora_f32(const void* arguments) {
-  return quire::run<float>(*static_cast<const quire::Arguments*>(arguments));
-}
+QUIRE_EXPORT(bool, quire_lora, (const quire::Arguments* a), quire::run, (*a))

@@ -9,6 +9,7 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import integers, pointers
 from kernels.cpu.linear import copied_rows
 from kernels.lora_pairs import LoraPairs
 
@@ -22,9 +23,10 @@ class _Pairs(ctypes.Structure):
     _fields_ = (
         ("a", ctypes.c_void_p),
         ("b", ctypes.c_void_p * _PARTS),
-        *((name, ctypes.c_int64 * _PARTS) for name in ("ranks", "starts")),
+        ("ranks", ctypes.c_int64 * _PARTS),
+        ("starts", ctypes.c_int64 * _PARTS),
         ("num_ranks", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("scales", "shifts")),
+        *pointers("scales shifts"),
     )
 
 
@@ -40,20 +42,15 @@ def _described(pairs: LoraPairs | None) -> _Pairs:
 class _Table(ctypes.Structure):
     """LoraTable of lora.h: the fields must agree."""
 
-    _fields_ = (
-        ("slots", ctypes.c_void_p),
-        ("num_slots", ctypes.c_int64),
-        ("outputs", ctypes.c_int64 * _PARTS),
-    )
+    _fields_ = (*pointers("slots"), *integers("num_slots"), ("outputs", ctypes.c_int64 * _PARTS))
 
 
 class _Arguments(ctypes.Structure):
     """The struct of the same name in lora.cpp: the fields must agree."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("y", "x", "table", "slots", "inner", "inner_copies")),
-        ("x_copies", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "x_stride", "threads")),
+        *pointers("y x table slots inner inner_copies x_copies"),
+        *integers("rows inputs x_stride threads"),
     )
 
 
@@ -78,7 +75,7 @@ class Table:
 class ExpertsLora(ctypes.Structure):
     """ExpertLora of experts.cpp: the fields must agree."""
 
-    _fields_ = (("slots", ctypes.c_void_p), ("num_slots", ctypes.c_int64))
+    _fields_ = (*pointers("slots"), *integers("num_slots"))
 
 
 class ExpertsTable:

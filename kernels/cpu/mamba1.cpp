@@ -78,7 +78,5 @@ void scan(const ScanArguments& a, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_silu_conv_bf16(const quire::ScanArguments* a, int64_t threads) { quire::convolve<quire::Bf16>(*a, threads); }
-extern "C" void quire_silu_conv_f32(const quire::ScanArguments* a, int64_t threads) { quire::convolve<float>(*a, threads); }
-extern "C" void quire_mamba1_bf16(const quire::ScanArguments* a, int64_t threads) { quire::scan<quire::Bf16>(*a, threads); }
-extern "C" void quire_mamba1_f32(const quire::ScanArguments* a, int64_t threads) { quire::scan<float>(*a, threads); }
+QUIRE_EXPORT(void, quire_silu_conv, (const quire::ScanArguments* a, int64_t threads), quire::convolve, (*a, threads))
+QUIRE_EXPORT(void, quire_mamba1, (const quire::ScanArguments* a, int64_t threads), quire::scan, (*a, threads))

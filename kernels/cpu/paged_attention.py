@@ -14,6 +14,7 @@ from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import doubles, integers, pointers
 from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues
 
 
@@ -21,18 +22,10 @@ class _Arguments(ctypes.Structure):
     """AttentionArguments of attention_arguments.h: the fields must agree."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("out", "query", "keys", "values", "tables", "starts", "contexts"),
-                *("sinks", "slopes", "roots", "ancestors"),
-            )
-        ),
-        *((name, ctypes.c_int64) for name in ("items", "table_stride", "query_stride", "head_stride")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width", "value_width", "page_size")),
-        *((name, ctypes.c_int64) for name in ("window", "is_quantised", "is_wide")),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
+        *pointers("out query keys values tables starts contexts sinks slopes roots ancestors"),
+        *integers("items table_stride query_stride head_stride heads kv_heads width value_width page_size"),
+        *integers("window is_quantised is_wide"),
+        *doubles("scale softcap"),
     )
 
 

@@ -46,5 +46,4 @@ void run(const NormArguments& a, int64_t threads) {
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_rms_norm_bf16(const quire::NormArguments* a, int64_t threads) { quire::run<quire::Bf16>(*a, threads); }
-extern "C" void quire_rms_norm_f32(const quire::NormArguments* a, int64_t threads) { quire::run<float>(*a, threads); }
+QUIRE_EXPORT(void, quire_rms_norm, (const quire::NormArguments* a, int64_t threads), quire::run, (*a, threads))

@@ -8,22 +8,17 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import doubles, integers, pointers
 
 
 class _Arguments(ctypes.Structure):
     """NormArguments of rms_norm.h: the fields must agree."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "x", "residual", "weight")),
-        *((name, ctypes.c_int64) for name in ("rows", "width", "out_stride", "x_stride", "residual_stride")),
-        ("wide_weight", ctypes.c_int64),
-        ("eps", ctypes.c_double),
+        *pointers("out x residual weight"),
+        *integers("rows width out_stride x_stride residual_stride wide_weight"),
+        *doubles("eps"),
     )
-
-
-def can_rms_norm(x: torch.Tensor) -> bool:
-    """Whether the kernel is available and supports this device and dtype."""
-    return x.device.type == "cpu" and x.dtype in SUFFIXES and library.available()
 
 
 def rms_norm(
@@ -31,7 +26,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """See `kernels.rms_norm.rms_norm`, and `add_rms_norm` where there is a residual.
 
-    They check the arguments. Requires `can_rms_norm`. x is [T, D], its rows contiguous.
+    They check the arguments. Requires `can_run`. x is [T, D], its rows contiguous.
     """
     out = torch.empty(x.shape, dtype=x.dtype)  # [T, D]
     arguments = _Arguments(

@@ -83,9 +83,5 @@ bool run(const RopeArguments& a, int64_t num_slots, int64_t threads) {
 
 // False if a slot is beyond the last page; nothing is written then.
 
-extern "C" bool quire_rope_kv_write_bf16(const quire::RopeArguments* a, int64_t num_slots, int64_t threads) {
-  return quire::run<quire::Bf16>(*a, num_slots, threads);
-}
-extern "C" bool quire_rope_kv_write_f32(const quire::RopeArguments* a, int64_t num_slots, int64_t threads) {
-  return quire::run<float>(*a, num_slots, threads);
-}
+QUIRE_EXPORT(bool, quire_rope_kv_write, (const quire::RopeArguments* a, int64_t num_slots, int64_t threads),
+             quire::run, (*a, num_slots, threads))

@@ -8,6 +8,7 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import doubles, integers, pointers
 from kernels.packed_pages import PackedKeys, PackedValues
 
 _TYPES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
@@ -17,14 +18,10 @@ class _Arguments(ctypes.Structure):
     """RopeArguments of rope_kv_write.h: the fields must agree."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "qkv", "qk_norm", "cos_sin", "slots", "k_pages", "v_pages")
-        ),
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "rotary_dim")),
-        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "wide_norm")),
-        *((name, ctypes.c_int64) for name in ("is_quantised", "is_wide")),
-        ("eps", ctypes.c_double),
+        *pointers("query qkv qk_norm cos_sin slots k_pages v_pages"),
+        *integers("tokens heads kv_heads width rotary_dim qkv_stride cos_sin_stride"),
+        *integers("wide_norm is_quantised is_wide"),
+        *doubles("eps"),
     )
 
 

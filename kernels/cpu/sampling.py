@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.cpu import library
+from kernels.cpu.library import doubles, integers, pointers
 
 Ids = NDArray[np.int64]
 Reals = NDArray[np.float64]
@@ -25,26 +26,20 @@ _NO_REALS: Reals = np.zeros(0)
 class _Limits(ctypes.Structure):
     """Limits of token_cuts.h: the fields must agree. They are named as in `workers.operations.LIMITS`."""
 
-    _fields_ = (
-        ("top_k", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("top_p", "min_p", "typical_p")),
-    )
+    _fields_ = (*integers("top_k"), *doubles("top_p min_p typical_p"))
 
 
 class _Row(ctypes.Structure):
     """RowArguments of sampling.cpp: the fields must agree."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "mask", "history", "path", "biased", "bias")),
-        *((name, ctypes.c_void_p) for name in ("draft_ids", "draft", "drafted")),
-        *((name, ctypes.c_void_p) for name in ("keys", "tokens", "logprobs")),
-        *((name, ctypes.c_int64) for name in ("history_len", "path_len", "prompt_len", "biases")),
-        *((name, ctypes.c_int64) for name in ("draft_len", "drafts", "draws")),
-        *((name, ctypes.c_uint64) for name in ("keep_key", "residual_key")),
-        ("temperature", ctypes.c_double),
-        *((name, ctypes.c_double) for name in ("repetition", "frequency", "presence")),
+        *pointers("logits mask history path biased bias draft_ids draft drafted keys tokens logprobs"),
+        *integers("history_len path_len prompt_len biases draft_len drafts draws"),
+        ("keep_key", ctypes.c_uint64),
+        ("residual_key", ctypes.c_uint64),
+        *doubles("temperature repetition frequency presence"),
         ("limits", _Limits),
-        ("candidates", ctypes.c_int64),
+        *integers("candidates"),
     )
 
 

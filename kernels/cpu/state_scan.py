@@ -8,11 +8,8 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import doubles, integers, pointers
 from kernels.state_rows import StateRows
-
-
-def _fields(kind: type, names: str) -> tuple[tuple[str, type], ...]:
-    return tuple((name, kind) for name in names.split())
 
 
 class Mamba2Weights(ctypes.Structure):
@@ -20,9 +17,9 @@ class Mamba2Weights(ctypes.Structure):
 
     kernel = "mamba2"
     _fields_ = (
-        *_fields(ctypes.c_void_p, "taps bias dt_bias decays direct norm"),
-        *_fields(ctypes.c_int64, "heads head_width groups state_width num_taps"),
-        *_fields(ctypes.c_double, "eps least_step"),
+        *pointers("taps bias dt_bias decays direct norm"),
+        *integers("heads head_width groups state_width num_taps"),
+        *doubles("eps least_step"),
     )
 
 
@@ -31,9 +28,9 @@ class GatedDeltaWeights(ctypes.Structure):
 
     kernel = "gated_delta"
     _fields_ = (
-        *_fields(ctypes.c_void_p, "taps dt_bias decays norm"),
-        *_fields(ctypes.c_int64, "key_heads key_width heads head_width num_taps adjacent is_wide"),
-        ("eps", ctypes.c_double),
+        *pointers("taps dt_bias decays norm"),
+        *integers("key_heads key_width heads head_width num_taps adjacent is_wide"),
+        *doubles("eps"),
     )
 
 
@@ -41,7 +38,7 @@ class SiluConvWeights(ctypes.Structure):
     """That of mamba1.cpp, likewise."""
 
     kernel = "silu_conv"
-    _fields_ = (*_fields(ctypes.c_void_p, "taps bias"), *_fields(ctypes.c_int64, "width num_taps stride"))
+    _fields_ = (*pointers("taps bias"), *integers("width num_taps stride"))
 
 
 class Mamba1Weights(ctypes.Structure):
@@ -49,8 +46,8 @@ class Mamba1Weights(ctypes.Structure):
 
     kernel = "mamba1"
     _fields_ = (
-        *_fields(ctypes.c_void_p, "dt_bias decays direct"),
-        *_fields(ctypes.c_int64, "heads head_width state_width"),
+        *pointers("dt_bias decays direct"),
+        *integers("heads head_width state_width"),
     )
 
 
@@ -61,23 +58,18 @@ class _Arguments(ctypes.Structure):
     """ScanArguments of state_scan.h: the fields must agree."""
 
     _fields_ = (
-        *_fields(ctypes.c_void_p, "out projected weights inputs states"),
-        *_fields(ctypes.c_void_p, "begins sources write_ends write_slots"),
-        ("num_writes", ctypes.c_int64),
-        *_fields(ctypes.c_void_p, "convolved unit scanned"),
-        ("rows", ctypes.c_int64),
+        *pointers("out projected weights inputs states"),
+        *pointers("begins sources write_ends write_slots"),
+        *integers("num_writes"),
+        *pointers("convolved unit scanned"),
+        *integers("rows"),
     )
-
-
-def can_scan(projected: torch.Tensor) -> bool:
-    """Whether there is a kernel for this device and dtype."""
-    return projected.device.type == "cpu" and projected.dtype in SUFFIXES and library.available()
 
 
 def scan(
     projected: torch.Tensor, weights: ScanWeights, inputs: torch.Tensor, states: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
-    """See `kernels.mamba2.mamba2` and `kernels.gated_delta.gated_delta`. Requires `can_scan`."""
+    """See `kernels.mamba2.mamba2` and `kernels.gated_delta.gated_delta`. Requires `can_run`."""
     rows, inner, width = len(projected), weights.heads * weights.head_width, inputs.shape[-1]
     out = torch.empty(rows, inner, dtype=projected.dtype)
     convolved = torch.empty(rows, width, dtype=projected.dtype)
@@ -90,7 +82,7 @@ def scan(
 def silu_conv(
     raw: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
-    """See `kernels.short_conv.silu_conv`. Requires `can_scan`."""
+    """See `kernels.short_conv.silu_conv`. Requires `can_run`."""
     out = torch.empty(raw.shape, dtype=raw.dtype)
     of_bias = None if bias is None else bias.data_ptr()
     weights = SiluConvWeights(taps.data_ptr(), of_bias, raw.shape[1], len(taps), raw.stride(0))
@@ -99,7 +91,7 @@ def silu_conv(
 
 
 def mamba1(rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at: StateRows) -> torch.Tensor:
-    """See `kernels.mamba1.mamba1`. Requires `can_scan`."""
+    """See `kernels.mamba1.mamba1`. Requires `can_run`."""
     out = torch.empty(len(rows), weights.heads * weights.head_width, dtype=rows.dtype)
     _run(out, rows, weights, at, None, states)
     return out

@@ -428,9 +428,5 @@ extern "C" void* quire_sublayers_new(const quire::Sublayer* all, int64_t count, 
   return new quire::Sublayers{{all, all + count}, *static_cast<quire::Memory*>(memory)};
 }
 extern "C" void quire_sublayers_delete(void* sublayers) { delete static_cast<quire::Sublayers*>(sublayers); }
-extern "C" int quire_sublayers_run_bf16(void* sublayers, const quire::Step* step) {
-  return quire::run<quire::Bf16>(*static_cast<quire::Sublayers*>(sublayers), *step);
-}
-extern "C" int quire_sublayers_run_f32(void* sublayers, const quire::Step* step) {
-  return quire::run<float>(*static_cast<quire::Sublayers*>(sublayers), *step);
-}
+QUIRE_EXPORT(int, quire_sublayers_run, (quire::Sublayers* sublayers, const quire::Step* step),
+             quire::run, (*sublayers, *step))

@@ -16,33 +16,26 @@ import torch
 from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import doubles, integers, pointers
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.state_rows import StateRows
-
-
-def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
-    return tuple((name, kind) for name in names)
 
 
 class Norm(ctypes.Structure):
     """A norm, or zeros if there is none. The structures of this name and the next in sublayers.cpp agree."""
 
-    _fields_ = (
-        *_fields(ctypes.c_void_p, "weight"),
-        *_fields(ctypes.c_int64, "width", "wide_weight"),
-        *_fields(ctypes.c_double, "eps"),
-    )
+    _fields_ = (*pointers("weight"), *integers("width wide_weight"), *doubles("eps"))
 
 
 class Matrix(ctypes.Structure):
     """A matrix in parts one after the other, its bias, adapters of rows, and what multiplies outputs."""
 
     _fields_ = (
-        *_fields(ctypes.c_void_p, "parts"),
-        *_fields(ctypes.c_int64, "num_parts"),
-        *_fields(ctypes.c_void_p, "bias"),
-        *_fields(ctypes.c_int64, "outputs", "inputs"),
-        *_fields(ctypes.c_void_p, "lora", "scales"),
+        *pointers("parts"),
+        *integers("num_parts"),
+        *pointers("bias"),
+        *integers("outputs inputs"),
+        *pointers("lora scales"),
     )
 
 
@@ -54,30 +47,33 @@ class Sublayer(ctypes.Structure):
     """Attention, a recurrent layer or a gated MLP, with its norms."""
 
     _fields_ = (
-        *_fields(Norm, "before", "after"),
-        *_fields(Matrix, "into", "out"),
-        *_fields(ctypes.c_double, "scale"),
-        *_fields(ctypes.c_int64, "kind", "activation", "is_beside"),
-        *_fields(Norm, "head_norm", "query_norm", "key_norm"),
-        *_fields(ctypes.c_int64, "layer", "rope", "heads", "kv_heads", "width", "window", "wanted_only"),
-        *_fields(ctypes.c_int64, "has_gates"),
-        *_fields(ctypes.c_double, "attention_scale", "softcap"),
-        *_fields(ctypes.c_void_p, "sinks", "taps", "taps_bias"),
-        *_fields(ctypes.c_int64, "num_taps"),
-        *_fields(ctypes.c_void_p, "scan"),
+        ("before", Norm),
+        ("after", Norm),
+        ("into", Matrix),
+        ("out", Matrix),
+        *doubles("scale"),
+        *integers("kind activation is_beside"),
+        ("head_norm", Norm),
+        ("query_norm", Norm),
+        ("key_norm", Norm),
+        *integers("layer rope heads kv_heads width window wanted_only has_gates"),
+        *doubles("attention_scale softcap"),
+        *pointers("sinks taps taps_bias"),
+        *integers("num_taps"),
+        *pointers("scan"),
     )
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *_fields(ctypes.c_void_p, "x", "residual", "slots", "wanted", "rotations", "keys", "values"),
-        *_fields(ctypes.c_void_p, "tables", "starts", "contexts", "roots", "ancestors"),
-        *_fields(ctypes.c_void_p, "lora_slots"),
-        *_fields(ctypes.c_int64, "has_x", "rows", "num_wanted", "rotary_dim", "num_slots", "page_size"),
-        *_fields(ctypes.c_int64, "items", "table_stride", "threads"),
-        *_fields(ctypes.c_int64, "is_quantised", "is_wide"),
-        *_fields(ctypes.c_void_p, "states", "begins", "sources", "write_ends", "write_slots"),
-        *_fields(ctypes.c_int64, "num_writes"),
+        *pointers("x residual slots wanted rotations keys values"),
+        *pointers("tables starts contexts roots ancestors"),
+        *pointers("lora_slots"),
+        *integers("has_x rows num_wanted rotary_dim num_slots page_size"),
+        *integers("items table_stride threads"),
+        *integers("is_quantised is_wide"),
+        *pointers("states begins sources write_ends write_slots"),
+        *integers("num_writes"),
     )
 
 

@@ -30,6 +30,11 @@ struct Bf16 {
   uint16_t bits;
 };
 
+// Defines NAME_bf16 and NAME_f32, which Python calls: FUNCTION<T> with the arguments, for elements of each type.
+#define QUIRE_EXPORT(RESULT, NAME, PARAMETERS, FUNCTION, ARGUMENTS)                    \
+  extern "C" RESULT NAME##_bf16 PARAMETERS { return FUNCTION<quire::Bf16> ARGUMENTS; } \
+  extern "C" RESULT NAME##_f32 PARAMETERS { return FUNCTION<float> ARGUMENTS; }
+
 inline Floats splat(float x) { return x - Floats{}; }
 
 // a * b + c, rounded once.

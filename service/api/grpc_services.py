@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health, health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
-from grpc_reflection.v1alpha._async import ReflectionServicer
+from grpc_reflection.v1alpha import reflection
 from quire.v1 import executor_pb2
 
 from service.api.server_state import ServerState
 from service.auth.connections import server_options
 from service.config import Config
 
-V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 # Any: its type stubs lag behind its messages.
 _pb: Any = health_pb2
 
@@ -70,33 +67,5 @@ def methods_of(*protos: Any) -> dict[str, Any]:
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Makes `service_names` and their messages discoverable, by reflection v1alpha and v1.
-
-    The library supports v1alpha only. Version 1 has the same messages under another package name and equal
-    bytes on the wire, so the same servicer is registered under that name too.
-    """
-    _describe_v1()
-    names = (*service_names, reflection.SERVICE_NAME, V1_SERVICE)
-    reflection.enable_server_reflection(names, server)
-    handler = grpc.stream_stream_rpc_method_handler(
-        ReflectionServicer(service_names=names).ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(V1_SERVICE, {"ServerReflectionInfo": handler}),)
-    )
-
-
-def _describe_v1() -> None:
-    """Adds the messages of v1 to the descriptors of this process, so that they are discoverable, too."""
-    pool = descriptor_pool.Default()
-    try:
-        pool.FindServiceByName(V1_SERVICE)
-    except KeyError:
-        file = descriptor_pb2.FileDescriptorProto()
-        reflection_pb2.DESCRIPTOR.CopyToProto(file)
-        text = text_format.MessageToString(file).replace("v1alpha", "v1")
-        pool.AddSerializedFile(
-            text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString()
-        )
+    """Makes `service_names` and their messages discoverable, by reflection v1alpha: the library has no v1."""
+    reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), server)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import operator
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -106,8 +105,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 receive = _receive_authenticated(method, receive, self._authenticator)
             behaviour = self._own_behaviour(method, behaviour, receive)
             deserializer = deferring_deserializer(deserializer, self._state)
-            # Also of a message that a Session has encoded itself.
-            serializer = operator.methodcaller("SerializeToString")
         else:
             behaviour = self._third_party_behaviour(method, behaviour, receive)
         behaviour = self._observed(method, behaviour)

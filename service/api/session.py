@@ -80,18 +80,6 @@ class _OpenCall:
     answer: Any = None
 
 
-class _Encoded:
-    """A message with one result, as it is sent. Has what is needed of a SessionResponse that is written."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        # For traces. It is no error.
-        self.results = (executor_pb2.SessionResult(),)
-
-    def SerializeToString(self) -> bytes:
-        return self._data
-
-
 # The tag of a call, and the call or why it is refused.
 _Checked: TypeAlias = tuple[int, _OpenCall | QuireError]
 
@@ -121,8 +109,8 @@ class Session:
         self._open: dict[int, _OpenCall] = {}
         # The expected memory for the answers of open calls, and for those that wait to be written.
         self._held_bytes = self._large_bytes = 0
-        # With the size of each.
-        self._results: deque[tuple[executor_pb2.SessionResult | _Encoded, int]] = deque()
+        # Each a message of its own, with its size.
+        self._results: deque[tuple[executor_pb2.SessionResponse, int]] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -335,28 +323,18 @@ class Session:
             _log.exception("an answer could not be made", call=call.kind)
             self._deliver_error(call.tag, InternalError())
         else:
-            if call.answer_bytes <= _TARGET_MESSAGE_BYTES:
-                self._deliver(result, result.ByteSize())
-            else:
-                self._deliver_alone(response, result)
+            self._deliver(response)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
         self._state.call_log.count(error)
         status = to_status(error.without_traceback(), self._request_id)
         result = executor_pb2.SessionResult(tag=tag, error=status)
-        self._deliver(result, result.ByteSize())
+        self._deliver(executor_pb2.SessionResponse(results=[result]))
 
-    def _deliver_alone(
-        self, response: executor_pb2.SessionResponse, result: executor_pb2.SessionResult
-    ) -> None:
-        """Delivers a result that may be as large as a message: it is encoded once, and not copied."""
-        data = response.SerializeToString()
-        is_alone = len(data) > _TARGET_MESSAGE_BYTES
-        self._deliver(_Encoded(data) if is_alone else result, len(data))
-
-    def _deliver(self, result: executor_pb2.SessionResult | _Encoded, size_bytes: int) -> None:
+    def _deliver(self, response: executor_pb2.SessionResponse) -> None:
+        size_bytes = response.ByteSize()
         is_large = size_bytes > SMALL_BYTES
-        self._results.append((result, size_bytes))
+        self._results.append((response, size_bytes))
         self._adjust_held_bytes(in_memory(size_bytes) if is_large else size_bytes, is_large=is_large)
         self._something_to_write.set()
 
@@ -375,7 +353,7 @@ class Session:
                 return
 
     async def _write_message(
-        self, message: executor_pb2.SessionResponse | _Encoded, size_bytes: int, large_bytes: int
+        self, message: executor_pb2.SessionResponse, size_bytes: int, large_bytes: int
     ) -> None:
         """Writes one message. If the client does not read it in time, everything else is dropped.
 
@@ -394,9 +372,7 @@ class Session:
             self._give_back_all()
             self._adjust_held_bytes(written_bytes, is_large=is_large)
 
-        # All that is written is serialized by its own method.
-        writing = self._context.write(message)  # type: ignore[arg-type]
-        await write_in_time(writing, self._config.message_timeout_s, give_up)
+        await write_in_time(self._context.write(message), self._config.message_timeout_s, give_up)
         self._adjust_held_bytes(-written_bytes, is_large=is_large)
 
     def _abandon(self) -> None:
@@ -406,19 +382,14 @@ class Session:
         self._results.clear()
         _log.info("a session's client does not read its answers", stall_s=self._config.message_timeout_s)
 
-    def _next_message(self) -> tuple[executor_pb2.SessionResponse | _Encoded, int, int]:
+    def _next_message(self) -> tuple[executor_pb2.SessionResponse, int, int]:
         """The next message, its size, and the size of its large results."""
-        message = executor_pb2.SessionResponse()
-        size_bytes = large_bytes = 0
-        while self._results:
-            result, result_bytes = self._results[0]
-            if size_bytes and size_bytes + result_bytes > _TARGET_MESSAGE_BYTES:
-                break
-            if isinstance(result, _Encoded):
-                del self._results[0]
-                return result, result_bytes, result_bytes
-            message.results.append(result)
-            del self._results[0]
+        # That of the first result, which may be as large as a message: it is not copied.
+        message, size_bytes = self._results.popleft()
+        large_bytes = size_bytes if size_bytes > SMALL_BYTES else 0
+        while self._results and size_bytes + self._results[0][1] <= _TARGET_MESSAGE_BYTES:
+            response, result_bytes = self._results.popleft()
+            message.MergeFrom(response)
             size_bytes += result_bytes
             if result_bytes > SMALL_BYTES:
                 large_bytes += result_bytes

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
 from service.caches.entries import CacheEntry
 from service.caches.keyed_answers import KeyedAnswers, Kind
-from service.caches.leases import LeaseEnds
 from service.caches.requests import Fork, Handle, Handles, Remembered
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, reused_request_id
@@ -23,10 +21,8 @@ class CacheIndex:
         self.keyed = KeyedAnswers()
         # The tenant of callers without a name.
         self.anonymous = self.keyed.anonymous
-        # By tenant and order, the oldest first. `_orders`, for binary search, also has some released ones.
+        # By tenant and order, the oldest first.
         self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
-        self._orders: dict[Tenant, list[int]] = {}
-        self.leases = LeaseEnds()
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -84,12 +80,9 @@ class CacheIndex:
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
         """The caches of a tenant with their order, oldest first: those with an order above `after`."""
-        tenant = tenant or self.anonymous
-        orders, entries = self._orders.get(tenant, []), self._by_order.get(tenant, {})
-        for index in range(bisect_right(orders, after), len(orders)):
-            entry = entries.get(orders[index])
-            if entry is not None:
-                yield entry.order, entry.handle
+        for order, entry in self._by_order.get(tenant or self.anonymous, {}).items():
+            if order > after:
+                yield order, entry.handle
 
     def made_by(self, request_id: str, tenant: Tenant | None = None) -> Sequence[CacheEntry | None]:
         """The caches that a creation or fork with this request id has created.
@@ -120,9 +113,7 @@ class CacheIndex:
         self.begin(entry)
         self.by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
-        self.leases.add(entry)
         self._by_order.setdefault(entry.tenant, {})[order] = entry
-        self._orders.setdefault(entry.tenant, []).append(order)
         fork = entry.state.fork
         if fork is not None:
             self.keyed.add(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
@@ -132,13 +123,10 @@ class CacheIndex:
         if self.by_id.get(entry.state.cache_id) is entry:
             del self.by_id[entry.state.cache_id]
             del self._by_number[entry.number]
-            self.leases.remove(entry)
             entries = self._by_order[entry.tenant]
             del entries[entry.order]
             if not entries:
-                del self._by_order[entry.tenant], self._orders[entry.tenant]
-            elif len(self._orders[entry.tenant]) > 2 * len(entries):
-                self._orders[entry.tenant] = list(entries)
+                del self._by_order[entry.tenant]
         self.keyed.remove(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
         fork = entry.state.fork
         if fork is not None:

@@ -190,7 +190,4 @@ class Renewals(BaseKind[Renew]):
         return [LeaseRenewed(entry.number, min(lease_s, self._parts.limits.max_lease_s))]
 
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
-        for operation in operations:
-            # It may end earlier than before.
-            self._parts.index.leases.moved(operation.entry)
         return [Handles((operation.entry.handle,)) for operation in operations]

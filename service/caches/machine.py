@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from service.caches.answers import Event
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Forks, Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, ReleaseSequences
-from service.caches.entries import Operation, OperationKind, WorkerView
+from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView
 from service.caches.kind import Parts
 from service.caches.ledger import Ledger
 from service.caches.placement import touch
@@ -263,16 +263,17 @@ class CacheMachine(OperationQueues):
 
     # Time.
 
-    def expire(self, now_s: float, at_most: int | None = None) -> int:
-        """Releases unused caches whose lease has expired. Returns how many."""
-        self._context.now_s = now_s
-        if not self.admission.journal_works:
-            # No release could be written, so a caller that loops would get the same caches again.
-            return 0
-        expired = self.index.leases.due(now_s, at_most)
-        for entry in expired:
-            self._release(entry)
-        return len(expired)
+    def expire(self, now_s: float, entries: Iterable[CacheEntry]) -> int:
+        """Releases those of these caches whose lease has expired and which are not in use. Returns how many.
+
+        None while no release could be written.
+        """
+        self._context.now_s, expired = now_s, 0
+        for entry in entries if self.admission.journal_works else ():
+            if entry.expires_at_s <= now_s and not (entry.busy or entry.closing):
+                self._release(entry)
+                expired += 1
+        return expired
 
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""

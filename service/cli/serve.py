@@ -59,9 +59,9 @@ def _check(settings: Settings) -> int:
     Raises ConfigError.
     """
     values = settings.config.values()
-    for name in settings.sources:
+    for name, source in settings.sources.items():
         value = json.dumps("auto" if values[name] is None else values[name])
-        print(escaped(f"{name} = {value}  # {settings.where(name)}"))
+        print(escaped(f"{name} = {value}  # {source}"))
     config = settings.config
     if problem := refusal(config):
         raise ConfigError("model", "", config.model, problem)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError
 
 from service.config import Config
 from service.logging import get_logger
 from workers.common import worker_pb2
-from workers.common.message_stream import MessageTooLong
+from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.protocol import HOP_SLACK_BYTES, TARGET_MESSAGE_BYTES
 
 _log = get_logger(__name__)
@@ -26,14 +26,8 @@ _GIVE_BACK_TIMEOUT_S = 1.0
 _BROKEN = ConnectionError, MessageTooLong, DecodeError
 
 
-class Stream(Protocol):
-    """An open stream."""
-
-    async def write(self, request: worker_pb2.ConnectRequest) -> None:
-        """Returns when there is room for more. Raises ConnectionError."""
-
-    def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        """The worker's messages. Raises MessageTooLong or DecodeError."""
+# An open stream to a worker.
+Stream: TypeAlias = MessageStream[worker_pb2.ConnectResponse]
 
 
 class Endpoint(Protocol):

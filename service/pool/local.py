@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from service.listening import CannotListen
@@ -51,17 +51,14 @@ class LocalLauncher:
         self,
         data_dir: Path | None,
         orphan_grace_s: float,
-        on_locked: Callable[[], None] = lambda: None,
         gpus: Sequence[Gpu] = (),
     ) -> None:
         """Without a `data_dir` no later gateway can find the workers.
 
-        `on_locked`: called in a thread when no other gateway has `data_dir`. It raises nothing.
         `gpus`: for the workers, one after the other. Those beyond see all GPUs.
         """
         self._gpus = gpus
         self._data_dir = data_dir
-        self._on_locked = on_locked
         self._can_watch = can_watch()
         # How long workers outlive this gateway; 0: they end with it.
         self._grace_s = orphan_grace_s
@@ -112,7 +109,7 @@ class LocalLauncher:
             self._warn_of_grace("this system cannot watch processes of another gateway")
         try:
             if self._data_dir is not None:
-                return await self._use(self._data_dir, self._on_locked)
+                return await self._use(self._data_dir)
         except (OSError, ValueError, CannotListen) as error:
             self._opened.close()
             self._warn_of_grace(str(error))
@@ -130,12 +127,12 @@ class LocalLauncher:
             _log.warning("the socket for workers is in the temporary directory", error=why)
         self._grace_s = 0.0
 
-    async def _use(self, place: Path, on_locked: Callable[[], None] = lambda: None) -> list[WorkerFile]:
+    async def _use(self, place: Path) -> list[WorkerFile]:
         """Raises OSError, ValueError or CannotListen."""
         self._directory = directory = WorkerDirectory(place)
         self._epochs = Epochs(directory)
         self._opened.callback(directory.close)
-        last_epoch, self._gateway_id = await directory.begin(on_locked)
+        last_epoch, self._gateway_id = await directory.begin()
         self._epochs.continue_after(last_epoch)
         # Only this user can connect, and only gateways of this directory know the id.
         self._port = WorkerPort(f"{UNIX}{directory.socket}", None, self._gateway_id.encode())

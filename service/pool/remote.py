@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from service.config import Config
@@ -62,15 +62,10 @@ class RemoteLauncher:
         self,
         data_dir: Path | None,
         config: Config,
-        on_locked: Callable[[], None],
         port: WorkerPort,
         lease: FencedLease | None = None,
     ) -> None:
-        """Without a `data_dir` or a `lease` the next gateway is another one for the workers.
-
-        on_locked: called on a thread when the data directory is this gateway's.
-        """
-        self._on_locked = on_locked
+        """Without a `data_dir` or a `lease` the next gateway is another one for the workers."""
         self._config = config
         self._port = port
         self._directory = None if data_dir is None else WorkerDirectory(data_dir)
@@ -90,7 +85,7 @@ class RemoteLauncher:
         """
         if self._directory is not None:
             try:
-                last_epoch, self._gateway_id = await self._directory.begin(self._on_locked)
+                last_epoch, self._gateway_id = await self._directory.begin()
                 self._epochs.continue_after(last_epoch)
             except (OSError, ValueError) as error:
                 _log.warning("workers will not know the next gateway of this data_dir", error=str(error))

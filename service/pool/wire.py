@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quire.v1 import types_pb2
 
@@ -218,19 +218,6 @@ def _failed(error: worker_pb2.WorkerError) -> answers.CommandFailed:
     )
 
 
-def _named(path: str) -> str:
-    """The path of a field of ForwardOptions. A worker that does not know its name gives the number."""
-    message: Any = worker_pb2.ForwardOptions.DESCRIPTOR
-    *parents, number = path.split(".")
-    for part in parents:
-        parent = message.fields_by_name.get(part.partition("[")[0])
-        if parent is None or parent.message_type is None:
-            return path
-        message = parent.message_type
-    known = message.fields_by_number.get(int(number)) if number.isdecimal() else None
-    return path if known is None else path.removesuffix(number) + known.name
-
-
 def _to_error(error: worker_pb2.WorkerError) -> QuireError:
     match error.reason:
         case worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED:
@@ -242,7 +229,7 @@ def _to_error(error: worker_pb2.WorkerError) -> QuireError:
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
             unsupported = Unsupported("this executor cannot do it")
             if error.field:
-                unsupported.metadata["field"] = _named(error.field)
+                unsupported.metadata["field"] = error.field
             return unsupported
         case _:
             return WorkerFault()

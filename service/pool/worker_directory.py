@@ -91,10 +91,8 @@ class WorkerDirectory:
             self.close()
             raise
 
-    async def begin(self, on_locked: Callable[[], None]) -> tuple[int, str]:
+    async def begin(self) -> tuple[int, str]:
         """Opens the directory, and waits a moment for the lock of a gateway that was just killed.
-
-        on_locked: called on a thread then. It raises nothing.
 
         Returns the highest epoch that was used here, and the gateway's id. Raises OSError or ValueError.
         """
@@ -107,7 +105,6 @@ class WorkerDirectory:
                 if time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(_LOCK_POLL_S)
-        await in_thread(on_locked)
         return self.last_epoch(), self.gateway_id()
 
     @property

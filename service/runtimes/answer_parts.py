@@ -6,23 +6,32 @@ its function's schema. That needs no format of the model's own, and no support b
 
 from __future__ import annotations
 
+import asyncio
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.v1 import runner_pb2
 
 from service.api.server_state import ServerState
 from service.errors import InvalidArgument, NoTokenizer
 from service.text.bounded_json import tools_of
+from service.text.constraints import MAX_GRAMMAR_BYTES
 from service.text.output_formats import FORCED, OutputFormats, ReasoningFormat, formats_of
 from service.text.output_parser import MAX_CALLS, OutputParser, is_name
 from service.text.text_model import TextModel
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_NO_TOKENS: array[int] = array("I")
 TOOLS = "chat.tools_json"
-# At the end of a prompt, where it may begin thoughts.
+# More than those of a marker.
 _LAST_TOKENS = 32
+# Decoded at once, in about a millisecond.
+_SLICE_TOKENS = 4096
 _Schema = Mapping[str, Any]
 _NO_ARGUMENTS: _Schema = {"properties": {}}
 # Keywords whose schemas are true of the value that the schema around them is true of.
@@ -42,6 +51,7 @@ class Reading:
         tools: The schemas of arguments by the names of functions; empty: there are no calls.
         is_direct: Whether a sample must begin without thoughts, since a grammar constrains it.
         is_thinking: Whether it begins within thoughts, which the prompt has begun.
+        goes_on: Whether the prompt has some of these already.
         has_special_tokens: Whether special tokens are part of the text, since some are markers.
         dropped: Those of them that are none.
         call_key: Decides the ids of calls, with the number of the sample.
@@ -53,6 +63,7 @@ class Reading:
     max_calls: int = MAX_CALLS
     is_direct: bool = False
     is_thinking: bool = False
+    goes_on: bool = False
     has_special_tokens: bool = False
     dropped: frozenset[str] = frozenset()
     call_key: str = ""
@@ -71,6 +82,7 @@ class Divider:
             reading.tools,
             max_calls=reading.max_calls,
             is_thinking=reading.is_thinking,
+            goes_on=reading.goes_on,
             dropped=reading.dropped,
             call_key=f"{reading.call_key}\0{sample}",
         )
@@ -151,11 +163,17 @@ def reading_of(
 
 
 async def encoded_prompt(
-    item: runner_pb2.ExecuteItem, reading: Reading | None, text: TextModel, *, max_tokens: int
+    item: runner_pb2.ExecuteItem,
+    reading: Reading | None,
+    text: TextModel,
+    *,
+    max_tokens: int,
+    context: array[int] = _NO_TOKENS,
 ) -> tuple[Sequence[int], Reading | None]:
     """The tokens of the prompt of an item as it is run, and what these and the tokenizer say of the reading.
 
-    Thoughts are ended in the prompt if samples must have none. Raises as `TextModel.encode_chat`.
+    Thoughts are ended in the prompt if samples must have none. `context`: the tokens before the prompt, of a
+    cache. Raises as `TextModel.encode_chat`.
     """
     kind = item.WhichOneof("prompt")
     tokens: Sequence[int]
@@ -171,20 +189,45 @@ async def encoded_prompt(
     tokenizer = await text.tokenizer()
     if tokenizer is None:
         raise NoTokenizer
-    special, markers = (await text.special_ids()).keys(), reading.formats.markers
+    special_ids, markers = await text.special_ids(), reading.formats.markers
+    special = special_ids.keys()
     if not item.special_tokens_in_text and markers & special:
         reading = replace(reading, has_special_tokens=True, dropped=frozenset(special - markers))
-    if (form := reading.thoughts) is None:
+    # One that is too long is refused.
+    if (form := reading.thoughts) is None or len(tokens) > max_tokens:
         return tokens, reading
-    last = tokenizer.decode(list(tokens[-_LAST_TOKENS:]), skip_special_tokens=False)
-    is_thinking = bool(form.begin) and last.rstrip().endswith(form.begin)
+    read = context + array("I", tokens) if context else tokens
+    thoughts = await _unfinished_thoughts(read, form, tokenizer, special_ids)
     if not reading.is_direct:
-        return tokens, replace(reading, is_thinking=is_thinking)
-    added = form.end + form.after if is_thinking else form.answer
+        return tokens, replace(reading, is_thinking=thoughts is not None, goes_on=bool(thoughts))
+    added = form.answer if thoughts is None else form.end + form.after
+    last = tokenizer.decode(list(read[-_LAST_TOKENS:]), skip_special_tokens=False)
     if added and not last.endswith(added):
         more = await text.encode(added, max_tokens=len(added), add_special_tokens=False)
         tokens = [*tokens, *more]
     return tokens, reading
+
+
+async def _unfinished_thoughts(
+    tokens: Sequence[int], form: ReasoningFormat, tokenizer: Tokenizer, special_ids: Mapping[str, int]
+) -> str | None:
+    """What there is of thoughts that are begun and not ended, at least its beginning. None: there are none.
+
+    A special token that is no marker of thoughts ends them, too: what a user writes does not begin any.
+    """
+    others = {token_id for text, token_id in special_ids.items() if text not in form.opening + form.end}
+    for end in range(len(tokens), 0, -_SLICE_TOKENS):
+        # A marker may be cut by the slice after this one.
+        part = list(tokens[max(0, end - _SLICE_TOKENS) : end + _LAST_TOKENS])
+        other = next((index for index in reversed(range(len(part))) if part[index] in others), -1)
+        text = tokenizer.decode(part[other + 1 :], skip_special_tokens=False)
+        begun, ended = text.rfind(form.opening), text.rfind(form.end)
+        if begun > ended:
+            return text[begun + len(form.opening) :].strip()
+        if other >= 0 or ended >= 0:
+            return None
+        await asyncio.sleep(0)
+    return None
 
 
 def _copy(item: runner_pb2.ExecuteItem) -> runner_pb2.ExecuteItem:
@@ -230,6 +273,10 @@ def _schema_of_calls(tools: Mapping[str, _Schema], max_calls: int) -> str:
         "$defs": definitions,
     }
     try:
+        # They are no shorter in the end.
+        if len(json.dumps([*tools.values()], ensure_ascii=False)) > MAX_GRAMMAR_BYTES:
+            message = f"the schemas of functions to call have at most {MAX_GRAMMAR_BYTES} bytes"
+            raise InvalidArgument("BAD_CONSTRAINT", TOOLS, message)
         for index, (name, parameters) in enumerate(tools.items()):
             place = f"#/$defs/{index}"
             if not is_name(name):

@@ -69,11 +69,6 @@ class HeldSamples:
         # The cache must not have tokens behind a stop text. One may be computed: only a request appends it.
         return min(most, 1) if sample.spec.stops else most
 
-    async def cut(self, sample: Sample, length: int, found: int) -> None:
-        """Removes tokens behind the end of a sample from a cache that is `found` long."""
-        if length < found:
-            await self._ask(Truncate(sample.cache_id, length, found))
-
     def write_handle(self, held: HeldCache, chunk: runner_pb2.SampleChunk) -> None:
         """The last chunk says what the caller's cache is by now."""
         handle = self._caches.handle(held.cache_id)

@@ -71,6 +71,9 @@ def check(item: runner_pb2.ExecuteItem) -> None:
     if item.HasField("answer_parts") and item.tokens_only:
         text = "what is divided is text, which tokens_only does without"
         raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts", text)
+    if item.HasField("text") and item.answer_parts.tools_json:
+        text = "a text does not show tools: send a chat, or the tokens of a prompt that does"
+        raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts.tools_json", text)
     if item.HasField("speculation"):
         _check_speculation(item.speculation)
     check_cost(item)

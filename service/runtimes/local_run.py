@@ -52,7 +52,6 @@ from service.runtimes.held_samples import HeldSamples
 from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
-from service.runtimes.speculation import Drafter
 from service.text.constraints import Matcher
 from service.text.task_process import TaskFailed, TaskProcess
 
@@ -72,14 +71,6 @@ class _MasksWanted(NamedTuple):
     matcher: Matcher
     draft: Sequence[int]
     most: int
-
-
-class _DraftStep(NamedTuple):
-    """A step that verifies a draft, and when it began. `masks`: one for each row, or none."""
-
-    draft: Sequence[int]
-    masks: Sequence[bytes]
-    began_at_s: float
 
 
 class LocalRun:
@@ -334,9 +325,6 @@ class LocalRun:
         await self._turn()
         sample = item.sample(index)
         sample.cached_tokens = cached_tokens
-        if self._batch.keep_s and sample.spec.has_condition:
-            # Drafts are appended together: one that is resumed would not know where it had ended.
-            sample.drafter = None
         try:
             await self._generate(item, sample, cache, part)
         except QuireError as error:
@@ -359,53 +347,28 @@ class LocalRun:
             if item.is_late:
                 raise DeadlinePassed
             self._held.go_on(sample, position)
-            began_at, draft, masks = time.monotonic(), sample.draft(), ()
+            began_s, draft, masks = time.monotonic(), sample.draft(), ()
             if sample.matcher is not None:
-                wanted = _MasksWanted(sample.matcher, draft, sample.most_drafts)
-                draft, masks = await self._result(self._to_mask, wanted)
+                along = _MasksWanted(sample.matcher, draft, sample.most_drafts)
+                draft, masks = await self._result(self._to_mask, along)
                 if sample.matcher.is_complete:
                     self._put(item, sample.complete())
                     return
                 options = item.options(sample, masks[0])
             elif sample.spec.rules is not None:
                 options = item.options(sample)
-            if draft:
-                step = _DraftStep(draft, masks, began_at)
-                token_id, position = await self._verify(item, sample, token_id, step, position)
-                continue
-            own, drafts = options, 0
-            if sample.drafter is not None and (drafts := sample.wanted_drafts):
-                own = item.draft_options(sample, 1, masks, drafts)
-            appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, own, position)
+            own, wanted = options, 0
             if sample.drafter is not None:
-                _decoded(sample.drafter, appended, drafts, time.monotonic() - began_at)
+                draft, wanted = sample.before_end(draft), sample.wanted_drafts
+                if draft or wanted:
+                    rows = 1 + len(draft)
+                    own = item.draft_options(sample, rows, masks[:rows], wanted)
+            kind = AppendKind.VERIFY if draft else AppendKind.DECODE
+            appended = await self._append(item, kind, (token_id, *draft), sample, own, position)
+            if sample.drafter is not None:
+                took_s, offered = time.monotonic() - began_s, done_of(appended).draft_token_ids
+                sample.drafter.stepped(len(draft), appended.kept, took_s, wanted=wanted, offered=offered)
             token_id, position = self._take(item, sample, appended)
-
-    async def _verify(
-        self, item: PreparedItem, sample: Sample, token_id: int, step: _DraftStep, position: int
-    ) -> tuple[int, int]:
-        """Appends a token, and those of its draft that the model chooses; takes what it chooses after each.
-
-        Returns the last one, and its position.
-        """
-        assert sample.drafter is not None
-        wanted = sample.wanted_drafts
-        token_ids = array("I", (token_id, *step.draft))
-        options = item.draft_options(sample, len(token_ids), step.masks, wanted)
-        appended = await self._append(item, AppendKind.VERIFY, token_ids, sample, options, position)
-        done = done_of(appended)
-        sample.drafter.verified(len(step.draft), appended.kept - 1, time.monotonic() - step.began_at_s)
-        sample.drafter.offer(done.draft_token_ids, wanted)
-        outputs = done.outputs[: appended.kept]
-        for length, output in enumerate(outputs, position + 1):
-            chunk = sample.take(output.token_id, output, appended.weights)
-            if sample.is_finished and item.in_place is not None:
-                # The caller's cache does not keep what was accepted behind the end.
-                await self._held.cut(sample, length, appended.seq_len)
-            self._put(item, chunk)
-            if sample.is_finished:
-                break
-        return outputs[-1].token_id, appended.seq_len
 
     async def _begin(
         self, item: PreparedItem, sample: Sample, options: bytes, cache: Remembered | None, part: str
@@ -438,7 +401,8 @@ class LocalRun:
     def _take(self, item: PreparedItem, sample: Sample, appended: Appended) -> tuple[int, int]:
         """Takes the token that was chosen, or several. Returns the last one, and its position."""
         sample.cache_id = appended.cache_id
-        outputs = done_of(appended).outputs
+        # Those behind a draft's first wrong token are not kept.
+        outputs = done_of(appended).outputs[: appended.kept]
         for position, output in enumerate(outputs, appended.seq_len - len(outputs) + 1):
             if sample.catching_up is not None:
                 sample.catching_up.require_same(position, output.token_id)
@@ -500,15 +464,6 @@ class LocalRun:
             for (_, future), mask in zip(batch, masks, strict=False):
                 self._continue(future, mask)
             batch = batch[len(masks) :]
-
-
-def _decoded(drafter: Drafter, appended: Appended, wanted: int, took_s: float) -> None:
-    """Tells a drafter of a step that had no draft. `wanted`: how many tokens a draft model was to draft."""
-    if wanted:
-        drafter.asked(took_s)
-        drafter.offer(done_of(appended).draft_token_ids, wanted)
-    else:
-        drafter.decoded(took_s / appended.kept)
 
 
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:

@@ -166,13 +166,14 @@ class ItemPreparer:
                 "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
             )
         item, reading = reading_of(item, formats_of_model(self._state))
-        prompt, reading = await self._prompt(item, reading, limits)
+        context = array("I") if held is None else held.token_ids[: held.position]
+        prompt, reading = await self._prompt(item, reading, limits, context)
         if reading is not None:
             # Whoever resumes a kept sample gets the same ids of calls.
             key = f"{kept_as}\0{item.item_id}" if kept_as else secrets.token_hex()
             reading = replace(reading, call_key=key)
         if held is not None:
-            prompt = held.token_ids[: held.position] + prompt
+            prompt = context + prompt
             if len(prompt) > limits.max_seq_tokens:
                 raise SequenceTooLong(len(prompt), limits.max_seq_tokens)
         stop_ids = await self._stop_ids(item)
@@ -229,10 +230,16 @@ class ItemPreparer:
         return True
 
     async def _prompt(
-        self, item: runner_pb2.ExecuteItem, reading: Reading | None, limits: RequestLimits
+        self,
+        item: runner_pb2.ExecuteItem,
+        reading: Reading | None,
+        limits: RequestLimits,
+        context: array[int],
     ) -> tuple[array[int], Reading | None]:
         """See `encoded_prompt`."""
-        prompt, reading = await encoded_prompt(item, reading, self._text, max_tokens=limits.max_seq_tokens)
+        prompt, reading = await encoded_prompt(
+            item, reading, self._text, max_tokens=limits.max_seq_tokens, context=context
+        )
         try:
             validation.check_tokens(prompt, limits)
         except InvalidArgument as error:

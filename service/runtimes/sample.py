@@ -6,6 +6,7 @@ journal are pushed through a new `Sample`.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,8 +82,9 @@ class Sample:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
         self._divider = None if spec.reading is None else Divider(spec.reading, index)
         self.drafter: Drafter | None = None
-        # What rules forbid may be all that a grammar allows behind a draft.
-        if spec.max_draft_tokens and (matcher is None or spec.rules is None):
+        # What rules forbid may be all that a grammar allows behind a draft. And what a condition ends on is
+        # known only when the tokens behind it are appended, too.
+        if spec.max_draft_tokens and (matcher is None or spec.rules is None) and not spec.has_condition:
             self.drafter = Drafter(spec.prompt, spec.max_draft_tokens, has_model=spec.has_draft_model)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
@@ -130,6 +132,23 @@ class Sample:
         if self.drafter is None:
             return ()
         return self.drafter.draft(self.most_drafts)
+
+    def before_end(self, draft: Sequence[int]) -> Sequence[int]:
+        """The tokens of a draft before one that would end the sample.
+
+        That one may be chosen behind them. It is not appended: a cache never has tokens behind the end.
+        """
+        ahead = self._copy() if self.spec.stops else None
+        for index, token_id in enumerate(draft):
+            if token_id in self.spec.end_ids or (ahead is not None and ahead.take(token_id).finish_reason):
+                return draft[:index]
+        return draft
+
+    def _copy(self) -> Sample:
+        """One that finds the same end, by the tokens alone."""
+        shared = {id(each): each for each in (self.spec, self.spec.tokenizer)}
+        left_out = (self.matcher, self.drafter, self._divider, self.catching_up)
+        return copy.deepcopy(self, {**shared, **dict.fromkeys(map(id, left_out))})
 
     @property
     def has_begun(self) -> bool:

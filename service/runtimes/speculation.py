@@ -181,14 +181,6 @@ class Drafter:
         """How many tokens the draft model is to draft behind that which the next append chooses."""
         return self.most(room) if self._lookup is None else 0
 
-    def offer(self, token_ids: Sequence[int], wanted: int) -> None:
-        """What the draft model expects behind the last token, of which so many were `wanted`."""
-        self._offered = token_ids
-        self._missed = self._missed + 1 if wanted and not token_ids else 0
-        if self._missed == _MAX_MISSED:
-            self._missed = 0
-            self._length.pause()
-
     def most(self, room: int) -> int:
         """How many tokens are drafted now: at most `room`."""
         return max(0, min(self._length.current, room))
@@ -200,22 +192,30 @@ class Drafter:
             return ()
         return self._offered[:length] if self._lookup is None else self._lookup.draft(length)
 
-    def decoded(self, took_s: float) -> None:
-        """A step without a draft, in which none was made."""
-        self._length.decoded(took_s)
-        self._offered = ()
-        self._is_accepted = False
+    def stepped(
+        self, drafted: int, kept: int, took_s: float, *, wanted: int = 0, offered: Sequence[int] = ()
+    ) -> None:
+        """The sample has taken a step.
 
-    def asked(self, took_s: float) -> None:
-        """A step without a draft, in which the draft model was to make one."""
-        self._length.tried(1, took_s)
-
-    def verified(self, drafted: int, accepted: int, took_s: float) -> None:
-        """A step with a draft."""
-        self._length.verified(drafted, accepted, took_s)
-        self.drafted += drafted
-        self.accepted += accepted
-        self._is_accepted = accepted > 0
+        drafted: How many tokens of a draft it verified; 0: it decoded.
+        kept: How many tokens it appended, the one before the draft among them.
+        wanted, offered: How many tokens the draft model was to draft, and what it expects.
+        """
+        if drafted:
+            self._length.verified(drafted, kept - 1, took_s)
+            self.drafted += drafted
+            self.accepted += kept - 1
+        elif wanted:
+            self._length.tried(1, took_s)
+        else:
+            self._length.decoded(took_s / kept)
+        self._is_accepted = drafted > 0 and kept > 1
+        self._offered = offered
+        if wanted:
+            self._missed = 0 if offered else self._missed + 1
+            if self._missed == _MAX_MISSED:
+                self._missed = 0
+                self._length.pause()
 
 
 def _average(before: float | None, value: float) -> float:

@@ -21,6 +21,9 @@ from service.errors import InvalidArgument
 # Limits of a schema, or of all JSON in a chat together: so much is parsed in some ten milliseconds.
 MAX_BYTES = 2 << 20
 MAX_VALUES = 1 << 18
+# Of tools, which are parsed, changed and written several times.
+MAX_TOOLS_BYTES = 1 << 18
+MAX_TOOLS_VALUES = 1 << 17
 MAX_MESSAGES = 4096
 # What a string, list or object counts as.
 _COMPOUND_VALUES = 8
@@ -146,6 +149,9 @@ def tools_of(
     field: str = "chat.tools_json",
 ) -> list[Any]:
     """The tools of a chat, or of what has this path. Raises InvalidArgument."""
+    body = given.tools_json.encode()
+    if len(body) > MAX_TOOLS_BYTES or max(count_in_slices(body, MAX_TOOLS_VALUES)) > MAX_TOOLS_VALUES:
+        raise _too_large("BAD_CHAT", field, MAX_TOOLS_BYTES, MAX_TOOLS_VALUES)
     tools = parse_json(given.tools_json, "BAD_CHAT", field) if given.tools_json else []
     if not isinstance(tools, list):
         raise InvalidArgument("BAD_CHAT", field, "tools_json is not a list in JSON")
@@ -194,8 +200,10 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _too_large(reason: str, field: str) -> InvalidArgument:
-    limits = f"at most {MAX_BYTES} bytes and {MAX_VALUES} values (a string, list or object counts as 8)"
+def _too_large(
+    reason: str, field: str, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
+) -> InvalidArgument:
+    limits = f"at most {max_bytes} bytes and {max_values} values (a string, list or object counts as 8)"
     return InvalidArgument(reason, field, f"{_name(field)}, or all JSON of the chat, is too large: {limits}")
 
 

@@ -126,6 +126,11 @@ class ReasoningFormat:
     after: str = ""
     answer: str = ""
 
+    @property
+    def opening(self) -> str:
+        """What is written before thoughts."""
+        return self.begin or "<|channel|>analysis<|message|>"
+
 
 # What this server makes a model write, by a grammar, if it has to call tools.
 FORCED = ToolFormat(
@@ -182,11 +187,14 @@ TOOL_FORMATS = (
     ),
 )  # fmt: skip
 REASONING_FORMATS = (
-    ReasoningFormat("openai", "", "<|end|>", answer="<|channel|>final<|message|>"),
+    ReasoningFormat(
+        "openai", "", "<|end|>",
+        after="<|start|>assistant<|channel|>final<|message|>", answer="<|channel|>final<|message|>",
+    ),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("think", "<think>", "</think>", after="\n\n"),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,13 +106,15 @@ class OutputParser:
         *,
         max_calls: int = MAX_CALLS,
         is_thinking: bool = False,
+        goes_on: bool = False,
         dropped: Collection[str] = (),
         call_key: str = "",
     ) -> None:
         """`tools`: the schemas of arguments by the names of functions; empty: there are no calls.
 
-        `max_calls`: further ones are left out. `is_thinking`: the answer begins within thoughts. `dropped`:
-        texts that are no part of an answer. `call_key`: decides the ids of calls.
+        `max_calls`: further ones are left out. `is_thinking`: the answer begins within thoughts. `goes_on`:
+        there are some already. `dropped`: texts that are no part of an answer. `call_key`: decides the ids of
+        calls.
         """
         self._call_key = call_key
         self._tools = tools
@@ -127,7 +129,7 @@ class OutputParser:
         self._parts: list[Part] = []
         self._spaces = ""
         # Whether spaces at the beginning of the next text are dropped.
-        self._drops_spaces = is_thinking
+        self._drops_spaces = is_thinking and not goes_on
         # What comes next, from an index on, before what is pushed; and what was read since the beginning of
         # a section.
         self._ahead, self._ahead_from = "", 0
@@ -255,7 +257,9 @@ class OutputParser:
 
     def _thoughts(self) -> _Reading:
         assert self._reasoning is not None
-        yield from self._text(frozenset((self._reasoning.end,)))
+        if not (yield from self._text(frozenset((self._reasoning.end,)))):
+            # They may go on in another answer.
+            self._say_spaces()
         self._spaces = ""
         self.is_thinking, self._drops_spaces = False, True
 

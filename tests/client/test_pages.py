@@ -403,7 +403,7 @@ def test_a_file_of_settings(here: Path) -> None:
     page = (ROOT / CHECK.page).read_text(encoding="utf-8")
     (shown,) = re.findall(r"^```\n(model = .+?)```", page, flags=re.MULTILINE | re.DOTALL)
     assert [line.split()[0] for line in shown.splitlines()] == [line.split()[0] for line in said.splitlines()]
-    assert "workers = 2  # quire.toml:3\n" in said
+    assert "workers = 2  # quire.toml\n" in said
     # How many settings there are changes too often to be compared.
     assert re.sub(r"\d+", "", said.splitlines()[-1]) == re.sub(r"\d+", "", shown.splitlines()[-1])
     for name, value in tomllib.loads(settings).items():

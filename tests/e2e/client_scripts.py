@@ -90,6 +90,40 @@ def verifiers(url, directory):
     print(json.dumps([[branch.token_ids, branch.routed_experts.tolist()] for branch in trace.branches]))
 
 
+def prime_rl(url, sources, weights, adapter):
+    """What its orchestrator does after two steps of a trainer, one of them of a LoRA adapter."""
+    import asyncio
+
+    sys.path += [f"{sources}/src", f"{sources}/packages/prime-rl-configs/src"]
+    from prime_rl.configs.shared import ClientConfig
+    from prime_rl.utils.client import InferencePool
+
+    async def push():
+        pool = InferencePool(ClientConfig(base_url=url), "local")
+        await pool.wait_for_ready("local", timeout=10)
+        await pool.update_weights(Path(weights), step=1)
+        await pool.update_weights(Path(adapter), lora_name="policy", step=2)
+        await pool.wait_for_ready("policy", timeout=10)
+        await pool.stop()
+
+    asyncio.run(push())
+
+
+def verl(url):
+    """Its generation of data sets. What it trains with are servers within its own processes."""
+    import asyncio
+
+    import numpy as np
+    from verl.trainer.main_generation_server import generate
+
+    talks = [[{"role": "user", "content": text}] for text in (QUESTION, "Where does it live?")]
+    # As its config says by default.
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 20}
+    address = url.removeprefix("http://").removesuffix("/v1")
+    (answers,) = asyncio.run(generate([address], MODEL, 2, sampling, np.array(talks, dtype=object)))
+    assert len(answers) == 4 and all(answer.choices[0].message.content for answer in answers)
+
+
 def instructor(url):
     import instructor
     import openai

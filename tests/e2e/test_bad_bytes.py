@@ -24,7 +24,6 @@ METHODS: dict[str, descriptor.MethodDescriptor] = {method.name: method for metho
 OTHERS = (
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 )
 MAX_REQUEST_BYTES = 262_144

@@ -5,6 +5,9 @@ Those of a file are installed together, in an environment of their own:
     python -m venv build/clients/agents
     build/clients/agents/bin/pip install -r tests/e2e/client_packages/agents.txt
 
+prime-rl is not published as a package: its sources are in build/clients/prime-rl, a clone of
+github.com/PrimeIntellect-ai/prime-rl at 559b44772e, and run in the environment `renderers`.
+
 The shipped model does what a grammar makes it do. What models write by themselves is written by a script.
 """
 
@@ -23,12 +26,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
+from tests.e2e.test_adapters import Text
 from tests.e2e.test_openai import HttpGateway
 from tests.expert_routing import library_experts
 from tests.families import settings_of
 from tests.gateway_process import ROOT, GatewayProcess
-from tests.model_factory import make_family_model
+from tests.model_factory import TinyModel, hf_greedy, make_family_model, make_model
 from tests.service.extensions.openai.test_tools import answering
 
 SCRIPTS = Path(__file__).with_name("client_scripts.py")
@@ -48,6 +53,7 @@ WITH_MODEL = {
     "pydantic_ai": "agents",
     "pydantic_ai_anthropic": "agents",
     "renderers": "renderers",
+    "verl": "verl",
 }
 # What the model writes, one answer after the other.
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
@@ -159,3 +165,29 @@ def test_routed_experts_of_rollouts(tmp_path: Path) -> None:
         # No forward has read the last one: it has a copy of those before it.
         assert len(tokens) == len(experts) and experts[-1] == experts[-2]
         assert np.array_equal(experts[:-1], library_experts(model, tokens[:-1]))
+
+
+def test_a_trainer_of_prime_rl(tmp_path: Path) -> None:
+    """Its own code pushes weights and an adapter, from files as its trainer writes them."""
+    python, sources = python_of("renderers"), ROOT / "build/clients/prime-rl"
+    if not sources.exists():
+        pytest.skip("no sources of prime-rl: this file says where they are")
+    old, new = (make_model(tmp_path / f"model_{seed}", TinyModel(seed=seed)) for seed in (0, 1))
+    weights, adapter = tmp_path / "step_1", tmp_path / "step_2"
+    weights.mkdir()
+    shutil.copy(new / "model.safetensors", weights)
+    make_adapter(adapter, new, seed=1)
+    flags = ["--dtype", "float32", "--openai-listen", "127.0.0.1:0", "--openai-weight-transfer", "filesystem"]
+    with HttpGateway(model=str(old), flags=flags) as gateway:
+        done = subprocess.run(
+            [python, SCRIPTS, "prime_rl", f"http://127.0.0.1:{gateway.port}/v1", sources, weights, adapter],
+            timeout=TIMEOUT_S,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        for adapter_id, served in (("", new), ("policy", merge(tmp_path / "merged", new, adapter))):
+            text = Text(gateway, adapter_id)
+            assert text.finish() == hf_greedy(served, text.prompt, len(text.tokens))
+            text.release()

@@ -1,4 +1,4 @@
-"""Clients that know nothing but the address: grpcurl, buf curl and Python's, by either version."""
+"""Clients that know nothing but the address: grpcurl, buf curl and Python's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ SERVICES = {
     "quire.v1.ModelRunnerService",
     HEALTH,
     "grpc.reflection.v1alpha.ServerReflection",
-    "grpc.reflection.v1.ServerReflection",
 }
 BUF = Path(sys.executable).parent / "buf"
 TIMEOUT_S = 60
@@ -38,25 +37,23 @@ def buf_curl(gateway: GatewayProcess, *arguments: str, method: str = "") -> subp
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
-def call(gateway: GatewayProcess, method: str, request: Any, *arguments: str) -> Any:
+def call(gateway: GatewayProcess, method: str, request: Any) -> Any:
     """Calls a method with a request as JSON, and returns the answer as JSON."""
-    done = buf_curl(gateway, "--data", json.dumps(request), *arguments, method=method)
+    done = buf_curl(gateway, "--data", json.dumps(request), method=method)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-# What it tries by itself: test_calls_page.py.
 def test_buf_curl_finds_and_calls_everything(weightless_gateway: GatewayProcess) -> None:
-    protocol = "--reflect-protocol", "grpc-v1"
-    services = buf_curl(weightless_gateway, "--list-services", *protocol)
+    services = buf_curl(weightless_gateway, "--list-services")
     assert set(services.stdout.split()) == SERVICES, services.stderr
-    methods = buf_curl(weightless_gateway, "--list-methods", *protocol)
+    methods = buf_curl(weightless_gateway, "--list-methods")
     expected = {f"{SERVICE.full_name}/{method.name}" for method in SERVICE.methods}
     assert {m for m in methods.stdout.split() if m.startswith(SERVICE.full_name)} == expected
     assert {f"{HEALTH}/Check", f"{HEALTH}/Watch"} <= set(methods.stdout.split())
 
     def execute(rpc: str, request: Any) -> Any:
-        return call(weightless_gateway, f"{SERVICE.full_name}/{rpc}", request, *protocol)
+        return call(weightless_gateway, f"{SERVICE.full_name}/{rpc}", request)
 
     status = execute("GetStatus", {})
     assert status["state"] == "SERVER_STATE_SERVING" and len(status["workers"]) == 2
@@ -78,12 +75,11 @@ def test_buf_curl_shows_why_a_call_was_refused(weightless_gateway: GatewayProces
 
 
 def ask(
-    gateway: GatewayProcess, version: str, *requests: reflection_pb2.ServerReflectionRequest
+    gateway: GatewayProcess, *requests: reflection_pb2.ServerReflectionRequest
 ) -> list[reflection_pb2.ServerReflectionResponse]:
-    """Asks reflection of a version. The messages of both are the same on the wire."""
     assert gateway.channel is not None
     method: Any = gateway.channel.stream_stream(
-        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         reflection_pb2.ServerReflectionRequest.SerializeToString,
         reflection_pb2.ServerReflectionResponse.FromString,
     )
@@ -98,14 +94,12 @@ def pool_of(response: reflection_pb2.ServerReflectionResponse) -> descriptor_poo
     return descriptor_pool.DescriptorPool(database)
 
 
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_a_client_without_stubs_can_call(weightless_gateway: GatewayProcess, version: str) -> None:
+def test_a_client_without_stubs_can_call(weightless_gateway: GatewayProcess) -> None:
     def request(**kind: str) -> reflection_pb2.ServerReflectionRequest:
         return reflection_pb2.ServerReflectionRequest(**kind)  # type: ignore[arg-type]
 
     listed, known, unknown = ask(
         weightless_gateway,
-        version,
         request(list_services=""),
         request(file_containing_symbol=SERVICE.full_name),
         request(file_containing_symbol="quire.v1.Nothing"),
@@ -123,20 +117,6 @@ def test_a_client_without_stubs_can_call(weightless_gateway: GatewayProcess, ver
     send: Any = weightless_gateway.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")
     with pytest.raises(grpc.RpcError, match="token 1024 is not below the vocabulary size 1024"):
         send(message.SerializeToString(), timeout=TIMEOUT_S)
-
-
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_each_version_describes_both(weightless_gateway: GatewayProcess, version: str) -> None:
-    """Before, v1 was served, but neither listed nor described."""
-    for described in ("v1", "v1alpha"):
-        package = f"grpc.reflection.{described}"
-        request: Any = reflection_pb2.ServerReflectionRequest(
-            file_containing_symbol=f"{package}.ServerReflection"
-        )
-        (found,) = ask(weightless_gateway, version, request)
-        (method,) = pool_of(found).FindServiceByName(f"{package}.ServerReflection").methods
-        assert method.input_type.full_name == f"{package}.ServerReflectionRequest"
-        assert method.server_streaming and method.client_streaming
 
 
 @needs_grpcurl

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import quire
 from transformers import AutoTokenizer
 
+from tests.e2e.test_auth import Guarded
 from tests.e2e.test_openai import HttpGateway
 from tests.tool_writers import FAMILIES, TOOLS, Family, conversations, train
 
@@ -158,6 +160,13 @@ def test_what_cannot_be(gateway: HttpGateway, client: quire.Client) -> None:
         with pytest.raises(quire.InvalidRequest) as refused:
             client.execute(question, **settings).answers()
         assert (refused.value.reason, refused.value.violations[0][0]) == ("BAD_TOOL_CHOICE", field)
+    with pytest.raises(ValueError, match="tools are for messages"):
+        client.execute("Hello!", tools=TOOLS)
+    of_text = quire.item("Hello!", answer_parts=True)
+    of_text.answer_parts.tools_json = json.dumps(TOOLS)
+    with pytest.raises(quire.InvalidRequest) as refused:
+        client.execute([of_text]).answers()
+    assert refused.value.violations[0][0] == "answer_parts.tools_json", refused.value
     schema = {"properties": {"a": {"type": "nothing"}}}
     wrong = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(quire.InvalidRequest) as refused:
@@ -189,3 +198,91 @@ def test_prompts_as_tokens(client: quire.Client, family: Family, directory: Path
     assert parts_of(answer) == parts(learnt)
     (answer,) = client.execute(prompt, tools=TOOLS, tool_choice="stop", max_tokens=80).answers()
     assert [call.name for call in answer.tool_calls] == ["stop"]
+
+
+@pytest.mark.parametrize("kind", ["one", "none"])
+def test_an_answer_in_several_generations_on_a_cache(
+    client: quire.Client, family: Family, directory: Path, kind: str
+) -> None:
+    """Thoughts that an earlier one has begun go on in the next one, and end where the model ends them."""
+    *before, learnt = conversations(family)[kind]
+    content, thoughts, _ = parts(learnt)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    prompt = tokenizer.apply_chat_template(before, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    answer = quire.Answer("0", 0, finish_reason="length")
+    token_id = prompt.pop()
+    with client.prefill(prompt) as cache:
+        while answer.finish_reason == "length" and len(answer.text) < len(content):
+            for chunk in cache.generate(token_id, answer_parts=True, max_tokens=2):
+                answer.add(chunk)
+                token_id = chunk.token_ids[-1]
+    assert (answer.text.strip(), answer.reasoning_content.strip()) == (content, thoughts)
+
+
+def test_a_worker_that_is_killed_within_a_call(
+    gateway: HttpGateway, client: quire.Client, family: Family
+) -> None:
+    """Text and calls come whole, and once; so they do over HTTP."""
+    *before, learnt = conversations(family)["two"]
+    answer = quire.Answer("0", 0)
+    for chunk in client.execute(asked(before), tools=TOOLS, max_tokens=80):
+        begun = bool(answer.tool_calls)
+        answer.add(chunk)
+        if answer.tool_calls and not begun:
+            kill_worker(gateway)
+    assert parts_of(answer) == parts(learnt)
+    with gateway.client() as http:
+        settings = {**MODEL, "tools": TOOLS, "stream": True}
+        content, arguments, is_killed = "", ["", ""], False
+        for event in http.chat.completions.create(messages=asked(before), **settings):
+            delta = event.choices[0].delta
+            content += delta.content or ""
+            for call in delta.tool_calls or ():
+                arguments[call.index] += call.function.arguments or ""
+                if not is_killed:
+                    kill_worker(gateway)
+                    is_killed = True
+    assert (content, list(map(json.loads, arguments))) == ("", [each for _, each in parts(learnt)[2]])
+    gateway.wait_until_ready()
+
+
+def kill_worker(gateway: HttpGateway) -> None:
+    for process in gateway.worker_processes():
+        process.kill()
+
+
+def test_an_answer_that_is_cancelled_within_a_call(
+    gateway: HttpGateway, client: quire.Client, family: Family
+) -> None:
+    """Nothing of it is left, and the next one is whole."""
+    *before, learnt = conversations(family)["two"]
+    for keep_s in (0.0, 60.0):
+        execution = client.execute(asked(before), tools=TOOLS, max_tokens=80, keep_s=keep_s)
+        for chunk in execution:
+            if chunk.tool_calls:
+                break
+        execution.cancel()
+        gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
+        gateway.wait_until(lambda: gateway.status().caches == 0)
+    (answer,) = client.execute(asked(before), tools=TOOLS, max_tokens=80).answers()
+    assert parts_of(answer) == parts(learnt)
+
+
+@pytest.mark.parametrize("keep_s", [0.0, 60.0])
+def test_tenants_on_two_gateways_have_their_own_tools(tmp_path: Path, keep_s: float) -> None:
+    """Also if they name their executions alike, whichever gateway the kernel chooses for a connection."""
+    flags = ["--gateways", "2", "--workers", "2", "--data-dir", str(tmp_path / "data")]
+    own = {"alice": TOOLS[:1], "mallory": TOOLS[1:]}
+    with Guarded(tmp_path, *flags, model="storyteller") as gateway:
+
+        def ask(name: str) -> list[Any]:
+            settings: dict[str, Any] = {"tools": own[name], "tool_choice": "required", "max_tokens": 300}
+            with gateway.client(name) as client:
+                execution = client.execute(question, request_id="same", keep_s=keep_s, **settings)
+                return execution.answers()[0].tool_calls
+
+        question = [{"role": "user", "content": "Hello!"}]
+        names = ["alice", "mallory"] * 6
+        with ThreadPoolExecutor(4) as pool:
+            for name, calls in zip(names, pool.map(ask, names), strict=True):
+                assert {call.name for call in calls} == {own[name][0]["function"]["name"]}

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from service.auth.tokens import Role, new_token
+from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
 from tests.e2e.broadcasting_trainer import TIMEOUT_S, free_port, joined
@@ -114,6 +115,52 @@ def test_the_steps_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_pa
             text.release()
 
 
+def test_directories_of_prime_rl(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
+    """The calls of its prime_rl/utils/client.py at 559b447. A directory has weights alone, for a while."""
+    step = tmp_path / "step_1"
+    step.mkdir()
+    shutil.copy(models[1] / FILE, step)
+    (step / "STABLE").touch()
+    text = Text(gateway)
+    text.decode(3)
+    assert call(gateway, "/pause?mode=keep&clear_cache=false")[0] == 200
+    assert call(gateway, "/update_weights", {"weight_dir": str(step)})[0] == 200
+    assert call(gateway, "/resume")[0] == 200
+    shutil.rmtree(step)
+    assert_serves(gateway, models[1])
+    text.decode(3)
+    text.release()
+    before = described(gateway)
+    for weight_dir, code in (
+        (str(step), "bad_source"), ("step_1", "bad_field"), (str(models[3]), "load_failed"),
+    ):  # fmt: skip
+        status, answer = call(gateway, "/update_weights", {"weight_dir": weight_dir})
+        assert (status, answer["error"]["code"]) == (400, code), answer
+    # Its broadcasts are pickles.
+    nccl = {"host": "127.0.0.1", "port": 1, "rank_offset": 0, "inference_world_size": 1, "timeout": 1}
+    assert call(gateway, "/init_broadcaster", nccl)[1]["error"]["code"] == "unsupported_field"
+    assert described(gateway) == before
+
+
+def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
+    """The name stays, and each step has another directory."""
+    for seed in (1, 2):
+        adapter = tmp_path / f"step_{seed}"
+        make_adapter(adapter, models[0], seed)
+        merged = merge(tmp_path / f"merged_{seed}", models[0], adapter)
+        path = "/load_lora_adapter" if seed == 1 else "/v1/load_lora_adapter"
+        status, answer = call(gateway, path, {"lora_name": "policy", "lora_path": str(adapter)})
+        assert status == 200, answer
+        shutil.rmtree(adapter)
+        text = Text(gateway, "policy")
+        assert text.finish() == hf_greedy(merged, text.prompt, len(text.tokens))
+        text.release()
+    gone = {"lora_name": "policy"}
+    assert [call(gateway, "/v1/unload_lora_adapter", gone)[0] for _ in range(2)] == [200, 404]
+    status, answer = call(gateway, "/load_lora_adapter", {**gone, "lora_path": str(tmp_path / "none")})
+    assert status == 400, answer
+
+
 def test_a_trainer_that_vanishes_changes_nothing(
     server: tuple[HttpGateway, Path], gateway: HttpGateway, models: list[Path]
 ) -> None:
@@ -194,7 +241,7 @@ def test_only_operators_push_weights(models: list[Path], tmp_path: Path) -> None
     flags = [*FLAGS, *TRANSFER]
     with Guarded(tmp_path, *flags, model=str(models[0]), quotas=[line]) as gateway:
         address = f"127.0.0.1:{http_port(gateway)}"
-        for path in ("/pause", "/start_weight_update", "/is_paused"):
+        for path in ("/pause", "/start_weight_update", "/is_paused", "/load_lora_adapter"):
             assert broadcasting_trainer.call(address, path)[0] == 401
             own = f"Bearer {gateway.tokens['alice']}"
             status, answer = broadcasting_trainer.call(address, path, authorization=own)

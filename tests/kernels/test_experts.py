@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kernels.cpu.experts import PackedWeights
-from kernels.experts import ExpertWeights, experts, experts_reference, pack_experts, route
+from kernels.experts import ExpertWeights, experts, pack_experts, route
 from kernels.gated_activation import CUDA_ACTIVATIONS, Activation
 from kernels.linear import DenseWeight, can_pack
 from tests.kernels.conftest import HAS_TRITON
@@ -51,13 +51,13 @@ def packed(*given: Any) -> torch.Tensor:
     return experts(x, pack(gate_up), pack(down), *others)
 
 
-@pytest.fixture(params=[TRITON, "plain", "packed", "reference"])
+@pytest.fixture(params=[TRITON, "plain", "packed"])
 def run(request: pytest.FixtureRequest, device: str) -> Run:
-    """Experts by the CUDA kernels; on the CPU from plain or packed weights; or one after the other in torch.
+    """Experts by the CUDA kernels; on the CPU from packed weights, or plain ones one after the other.
 
     Takes and gives tensors on the CPU. Weights of experts that no row goes to are NaN.
     """
-    on_cpu: dict[str, Run] = {"plain": experts, "packed": packed, "reference": experts_reference}
+    on_cpu: dict[str, Run] = {"plain": experts, "packed": packed}
     kernel, on_device = on_cpu.get(request.param, experts), "cpu"
     if request.param == "triton":
         from kernels.cuda import experts as cuda

@@ -65,10 +65,12 @@ def test_leases_run_on_while_the_gateway_is_down(gone_s: float, left_s: float) -
 
 
 def test_expired_caches_are_released_in_portions(gateway: Gateway) -> None:
-    for token in range(10):
-        gateway.create(token, lease_s=1.0)
-    gateway.now_s = 5.0
-    assert [gateway.dispatcher.expire(4) for _ in range(4)] == [4, 4, 2, 0]
+    caches = [gateway.create(token, lease_s=1.0 + token) for token in range(10)]
+    entries = list(gateway.machine.index)
+    gateway.now_s = 8.0
+    gateway.release(caches[0])
+    assert [gateway.dispatcher.expire(entries[at : at + 4]) for at in (0, 0, 4, 8)] == [3, 0, 4, 0]
+    assert [handle.cache_id for _, handle in gateway.machine.index.handles()] == caches[8:]
 
 
 # Forks of several caches.

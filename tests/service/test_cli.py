@@ -45,7 +45,7 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
         ([], "", "gateways = 1 (from default) is refused: the caches in "),
         (["--gateways", "1"], "", "gateways = 1 (from --gateways) is refused: "),
         ([], "1", "gateways = 1 (from QUIRE_GATEWAYS) is refused: "),
-        (["--config", str(file)], "", f"{file}:2: gateways = 1 is refused: "),
+        (["--config", str(file)], "", f"gateways = 1 (from {file}) is refused: "),
     ):
         with monkeypatch.context() as patch:
             if variable:

@@ -1,17 +1,17 @@
-"""What an empty list or text of a request means: every field is one of the rules in docs/calls.md."""
+"""What an empty list or text of a request means: the rules are in docs/calls.md.
+
+Those that are refused over gRPC are among the cases of tests/e2e/test_errors.py and test_execute.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from quire import token_mask
-from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
-from service.adapters.registry import check_adapter_id
 from service.api import append_codec, validation
 from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
@@ -19,62 +19,9 @@ from service.extensions.openai.generate import generate
 from service.extensions.openai.models import ResolvedModel
 from service.extensions.openai.requests import chat, completion
 from service.runtimes import items
-from service.runtimes.sources import ModelSources
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20, hidden_size=8, num_layers=2)
-
-# Empty is absent: the comment of the field, or of the message, says what that means.
-ABSENT = {
-    "PrefillRequest.cache_id", "PrefillRequest.adapter_id", "PrefillRequest.request_id",
-    "PrefillRequest.cache_salt", "PrefillRequest.sample_seeds", "OutputOptions.logprob_token_ids",
-    "SamplingParams.logit_bias", "HiddenStates.layers", "ForwardVerifyRequest.rows",
-    "ForwardVerifyRequest.parents", "UnifiedForwardItem.cache_id", "UnifiedForwardItem.adapter_id",
-    "ForwardRequest.cache_salt", "ForwardRequest.adapter_id", "ForwardRequest.experts",
-    "ForkCacheRequest.release", "ForkCacheRequest.request_id", "ForkCachesRequest.release",
-    "ForkCachesRequest.request_id", "ListCachesRequest.page_token", "SessionRequest.calls",
-    "ExecuteRequest.request_id", "ExecuteRequest.runtime", "ExecuteRequest.resume_after",
-    "ExecuteItem.stop", "ExecuteItem.stop_token_ids", "ExecuteItem.adapter_id", "ExecuteItem.cache_salt",
-    "ChatMessage.tool_calls", "ChatMessage.tool_call_id", "ChatMessage.name", "Chat.template",
-    "Chat.tools_json", "Chat.variables_json", "ToolCall.arguments_json", "DraftProbabilities.dense",
-    "EstimateCostRequest.runtime", "LoadWeightsRequest.runtime", "RebuildSessionRequest.runtime",
-    "DrainRequest.worker_id", "LoadAdapterRequest.source", "UploadWeightsRequest.name",
-    "UploadWeightsRequest.sha256", "EmbedRequest.adapter_id", "EmbedRequest.cache_salt",
-    "ExecuteItem.bad_words", "AnswerParts.function", "AnswerParts.tools_json",
-}  # fmt: skip
-# Empty is a value: an empty text, data without bytes, a name that a template writes.
-VALUE = {
-    "ExecuteItem.text", "ChatMessage.content", "ChatMessage.reasoning_content", "ToolCall.id",
-    "ToolCall.name", "UploadWeightsRequest.data", "AdapterFile.data", "Constraint.regex",
-    "SampleProgress.item_id", "EmbedInput.text",
-}  # fmt: skip
-# Empty is a value, of a mask: no token is allowed, or none forbidden.
-OF_MASKS = {"TokenMask.packed", "TokenMask.deflated", "TokenIds.ids"}
-# Compiled by the process for grammars: see tests/service/text/test_constraints.py.
-COMPILED = {"Constraint.json_schema", "Constraint.lark"}
-
-
-def _fields(message: Descriptor, seen: set[str]) -> Iterator[FieldDescriptor]:
-    """The lists, texts and bytes of a message and of all messages in it."""
-    if message.full_name in seen or not message.full_name.startswith("quire."):
-        return
-    seen.add(message.full_name)
-    for field in message.fields:
-        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
-            yield from _fields(field.message_type, seen)
-        if field.is_repeated or field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
-            yield field
-
-
-def _request_fields() -> set[str]:
-    seen = set[str]()
-    return {
-        ".".join(field.full_name.split(".")[-2:])
-        for module in (executor_pb2, runner_pb2, admin_pb2)
-        for service in module.DESCRIPTOR.services_by_name.values()
-        for method in service.methods
-        for field in _fields(method.input_type, seen)
-    }
 
 
 def item(**fields: Any) -> runner_pb2.ExecuteItem:
@@ -85,82 +32,6 @@ def _verify(**fields: Any) -> None:
     given = {"cache_id": "c", "token_ids": [1, 2], "accept": types_pb2.VERIFY_ACCEPT_ALL, **fields}
     request = executor_pb2.ForwardVerifyRequest(**given)
     append_codec.verify(request, LIMITS, None)
-
-
-def _drafts(draft: types_pb2.DraftProbabilities) -> None:
-    rows = [types_pb2.VerifyRow(draft=draft), types_pb2.VerifyRow()]
-    _verify(rows=rows, accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE)
-
-
-def _source() -> None:
-    asyncio.run(ModelSources(None, lambda _: None).find(""))
-
-
-REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
-    "PrefillRequest.token_ids": (
-        "EMPTY_TOKENS",
-        lambda: append_codec.prefill(executor_pb2.PrefillRequest(), LIMITS, None),
-    ),
-    "BatchPrefillRequest.items": ("EMPTY_BATCH", lambda: validation.check_batch([], LIMITS)),
-    "DecodeRequest.cache_id": (
-        "EMPTY_CACHE_ID",
-        lambda: append_codec.decode(executor_pb2.DecodeRequest(token_id=1), LIMITS, None),
-    ),
-    "BatchDecodeRequest.items": ("EMPTY_BATCH", lambda: validation.check_batch([], LIMITS)),
-    "ForwardVerifyRequest.cache_id": ("EMPTY_CACHE_ID", lambda: _verify(cache_id="")),
-    "ForwardVerifyRequest.token_ids": ("EMPTY_TOKENS", lambda: _verify(token_ids=[])),
-    "DraftProbabilities.token_ids": ("BAD_DRAFT", lambda: _drafts(types_pb2.DraftProbabilities())),
-    "DraftProbabilities.probabilities": (
-        "BAD_DRAFT",
-        lambda: _drafts(types_pb2.DraftProbabilities(token_ids=[2])),
-    ),
-    "UnifiedForwardItem.token_ids": ("EMPTY_TOKENS", lambda: validation.check_tokens([], LIMITS)),
-    "UnifiedForwardRequest.items": ("EMPTY_BATCH", lambda: validation.check_batch([], LIMITS)),
-    "ForwardRequest.token_ids": ("EMPTY_TOKENS", lambda: validation.check_tokens([], LIMITS)),
-    "BatchForwardRequest.items": ("EMPTY_BATCH", lambda: validation.check_batch([], LIMITS)),
-    "ForkCacheRequest.cache_id": (
-        "EMPTY_CACHE_ID",
-        lambda: validation.check_fork(executor_pb2.ForkCacheRequest(count=1), LIMITS),
-    ),
-    "ForkSource.cache_id": (
-        "EMPTY_CACHE_ID",
-        lambda: validation.check_forks(
-            executor_pb2.ForkCachesRequest(forks=[executor_pb2.ForkSource()]), LIMITS
-        ),
-    ),
-    "ForkCachesRequest.forks": (
-        "EMPTY_BATCH",
-        lambda: validation.check_forks(executor_pb2.ForkCachesRequest(), LIMITS),
-    ),
-    "TruncateKVRequest.cache_id": ("EMPTY_CACHE_ID", lambda: validation.check_cache_id("")),
-    "ReleaseCacheRequest.cache_id": ("EMPTY_CACHE_ID", lambda: validation.check_cache_id("")),
-    "RenewCacheRequest.cache_id": ("EMPTY_CACHE_ID", lambda: validation.check_cache_id("")),
-    "ExecuteItem.item_id": ("BAD_ITEM_ID", lambda: items.check_ids([item(item_id="")])),
-    "ExecuteRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
-    "EstimateCostRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
-    "EmbedRequest.inputs": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5, "inputs")),
-    "LoadWeightsRequest.source": ("BAD_SOURCE", _source),
-    "LoadAdapterRequest.adapter_id": ("BAD_ADAPTER", lambda: check_adapter_id("")),
-}
-# Refused where caches, workers or files are looked up.
-REFUSED_LATER = {
-    "TokenPrompt.token_ids", "CachePrompt.token_ids", "CachePrompt.cache_id", "Chat.messages",
-    "CancelExecutionRequest.request_id", "AdapterFile.name", "UnloadAdapterRequest.adapter_id",
-}  # fmt: skip
-
-
-def test_each_list_and_text_of_a_request_has_a_rule() -> None:
-    rules = [ABSENT, VALUE, OF_MASKS, COMPILED, set(REFUSED), REFUSED_LATER]
-    assert _request_fields() == set().union(*rules)
-    assert sum(map(len, rules)) == len(set().union(*rules)), "one rule for each"
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_empty_value_where_one_is_needed_is_refused(name: str) -> None:
-    reason, check = REFUSED[name]
-    with pytest.raises(InvalidArgument) as caught:
-        check()
-    assert caught.value.reason == reason
 
 
 NONE_ALLOWED = [

@@ -92,7 +92,7 @@ class FakeEndpoint:
 
     async def open(self, max_bytes: int) -> Stream:
         assert max_bytes
-        return self
+        return cast(Stream, self)
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
         self._requests.put_nowait(request)

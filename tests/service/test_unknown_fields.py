@@ -84,24 +84,14 @@ def test_an_unknown_field_of_an_item_is_refused_by_its_path(path: tuple[str | in
     assert (refused.value.reason, refused.value.field) == ("UNKNOWN_FIELD", field)
 
 
-@pytest.mark.parametrize(
-    ("told", "named"),
-    [
-        ("output.sampling.4", "output.sampling.min_p"),
-        ("output.sampling.min_p", "output.sampling.min_p"),
-        ("verify_rows[1].draft.200", "verify_rows[1].draft.200"),
-        ("verify_rows[1].draft.2", "verify_rows[1].draft.probabilities"),
-        ("", ""),
-        ("of.a.newer.worker", "of.a.newer.worker"),
-    ],
-)
-def test_what_a_worker_of_older_code_does_not_know_is_named_to_the_caller(told: str, named: str) -> None:
+@pytest.mark.parametrize("told", ["output.sampling.min_p", "verify_rows[1].draft.200", ""])
+def test_what_a_worker_of_older_code_does_not_know_is_told_to_the_caller(told: str) -> None:
     error = worker_pb2.WorkerError(reason=worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED, field=told)
     response = worker_pb2.ConnectResponse(events=[worker_pb2.WorkerEvent(op_id=3, error=error)])
     ((op_id, failed),) = wire.to_events(response)
     assert op_id == 3 and isinstance(failed, CommandFailed)
     assert isinstance(failed.error, Unsupported) and not failed.kv_missing
-    assert failed.error.metadata.get("field", "") == named
+    assert failed.error.metadata.get("field", "") == told
 
 
 def test_what_is_known_is_passed_on_as_it_was_sent() -> None:

@@ -40,7 +40,6 @@ class Server:
         self.values = StoredValues() if values is None else values
         self.versions = ModelVersions(str(configured), 1, self.values)
         self.uploads = WeightUploads(data_dir, self.versions, Config())
-        self.uploads.directory.remove_leftovers()
         self.new_threads()
 
     async def upload(self) -> str:

@@ -265,11 +265,10 @@ async def test_without_a_directory_workers_end_with_their_gateway(
     """Their socket is in a temporary one then."""
     (data_dir / "a-file").touch()
     monkeypatch.setattr("service.pool.worker_directory._LOCK_TIMEOUT_S", 0.1)
-    locked: list[int] = []
-    first = LocalLauncher(data_dir, 60, lambda: locked.append(1))
+    first = LocalLauncher(data_dir, 60)
     assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
     for place in (data_dir, data_dir / "a-file"):
-        other = LocalLauncher(place, 60, lambda: locked.append(2))
+        other = LocalLauncher(place, 60)
         assert await other.adopt([CONFIG]) == {} and other._grace_s == 0
         socket = other._directory.socket
         assert socket.is_socket() and temporary in socket.parents
@@ -278,7 +277,6 @@ async def test_without_a_directory_workers_end_with_their_gateway(
         assert list(temporary.iterdir()) == []  # noqa: ASYNC240 - of a test
     assert first._directory.socket.is_socket()
     first.close()
-    assert locked == [1]
     monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
     third = LocalLauncher(data_dir, 60)
     assert await third.adopt([CONFIG]) == {} and third._grace_s == 0

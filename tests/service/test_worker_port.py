@@ -292,7 +292,7 @@ async def test_a_named_worker_is_leased_when_it_dials(site: Site) -> None:
 
 async def test_what_is_true_of_this_machine_is_not_said_to_others(site: Site) -> None:
     """How many share its cores, and what was proved on its processor."""
-    launcher = RemoteLauncher(None, Config(), lambda: None, site.port)
+    launcher = RemoteLauncher(None, Config(), site.port)
     config = worker_pb2.WorkerConfig(model="m", workers=4, model_was_proved=True, threads=3)
     worker = await site.waits()
     await launcher.adopt([config])

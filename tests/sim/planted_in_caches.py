@@ -201,6 +201,18 @@ def checksums_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(disk, "seed_of", lambda _identity: Same())
 
 
+class RejectedDraftsWritten(PlantedMachine):
+    """All drafts of a chain are written down, also those that were not accepted."""
+
+    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record]:
+        append = asked.request
+        if isinstance(append, Append) and append.accept and not append.parents:
+            for record in records:
+                if isinstance(record, TokensAppended):
+                    object.__setattr__(record, "token_ids", append.token_ids)
+        return records
+
+
 class ATreeTakenForItsFirstTokens(PlantedMachine):
     """As many tokens as the path has are written down, but in the order of the request."""
 

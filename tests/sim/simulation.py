@@ -272,7 +272,7 @@ class Simulation:
             self.dispatcher.tick()
 
     def _expire(self) -> None:
-        self.dispatcher.expire()
+        self.dispatcher.expire(list(self.machine.index))
 
     def _pass_time(self) -> None:
         self._now_s += self.rng.choice((0.1, 1.0, 1.0, 6.0))
@@ -282,7 +282,7 @@ class Simulation:
         self.seen["pause"] += 1
         self._now_s += self.rng.choice((2.0, 10.0, 60.0))
         arrivals: list[Callable[[], object]] = [
-            self.dispatcher.expire,
+            self._expire,
             self._notice,
             self._write,
             self._tick,

@@ -26,9 +26,9 @@ from service.caches.requests import Append, AppendKind
 from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
 from tests.forwards import SentForward, Told, as_command
-from tests.planted_kv import PLANTS
 from tests.sim.appends import append, with_options
 from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
+from tests.sim.planted_in_kv import PLANTS
 from tests.sim.schedules import quietly
 from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from service.caches.answers import CommandFailed, Event
 from service.caches.effects import Command, ReleaseSequences, Send, Write
-from service.caches.entries import Operation, WorkerView
+from service.caches.entries import CacheEntry, Operation, WorkerView
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, PreviousCaches, Release, Renew, Request
 from service.caches.tenants import Tenant
@@ -99,11 +99,12 @@ class WatchedDispatcher(Dispatcher):
                 oracle.cancelled(a)
             super().cancel(tickets)
 
-    def expire(self, at_most: int | None = None) -> int:
+    def expire(self, entries: Iterable[CacheEntry]) -> int:
+        is_whole = {*entries} >= {*self.machine.index}
         with self._turn("expire"):
-            expired = super().expire(at_most)
+            expired = super().expire(entries)
         # While nothing can be written nothing is released.
-        if self.machine.admission.journal_works and (at_most is None or expired < at_most):
+        if self.machine.admission.journal_works and is_whole:
             self.machine.check_leases(self.oracle.now_s)
         return expired
 

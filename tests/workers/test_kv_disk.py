@@ -30,7 +30,6 @@ from workers.models.kv_identity import kv_identity, weights_digest
 from workers.operations import (
     Abort,
     DataType,
-    DiskReport,
     Failed,
     FailureReason,
     Forward,
@@ -93,7 +92,7 @@ class DiskWorker(Worker):
 
     def take_reports(self) -> None:
         """Lets the loop take what its threads have done."""
-        self.loop.submit([DiskReport()])
+        self.loop.submit([])
         self.loop.take()
         self.engine.kv_table.check_integrity()
 
@@ -110,8 +109,8 @@ class DiskWorker(Worker):
         for sequence in sequences:
             self.engine.release(sequence)
         table = self.engine.kv_table
-        pages = table.take(table.pages_available)
-        table.let_go(pages)
+        pages = table.held.take(table.pages_available)
+        table.held.let_go(pages)
         table.check_integrity()
 
 

@@ -12,7 +12,6 @@ import torch
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_reference import paged_attention_reference
 from kernels.attention_scoring import Scoring
-from kernels.experts import experts_reference
 from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
@@ -71,8 +70,8 @@ def experts_of_a_single_row_by_torch(patch: pytest.MonkeyPatch) -> None:
     def mixture(original: Any, x: torch.Tensor, gate_up: Any, down: Any, *others: Any, **options: Any) -> Any:
         if len(x) > 1:
             return original(x, gate_up, down, *others, **options)
-        plain_gate_up, plain_down = ([each.dense() for each in packed] for packed in (gate_up, down))
-        return experts_reference(x, plain_gate_up, plain_down, *others)
+        plain = (torch.stack([each.dense() for each in packed]) for packed in (gate_up, down))
+        return original(x, *plain, *others)
 
     replace(patch, experts, "experts", mixture)
 

@@ -80,7 +80,8 @@ class Listed:
     gone: set[bytes]
 
 
-Report = Written | WritesFailed | WritesGoOn | PageReads | Listed
+# What a thread has done, for `KvDisk.take`.
+DiskReport = Written | WritesFailed | WritesGoOn | PageReads | Listed
 
 
 class DiskThreads:
@@ -90,7 +91,7 @@ class DiskThreads:
         self,
         files: PageFiles,
         views: Callable[[int], list[memoryview]],
-        report: Callable[[Report], None],
+        report: Callable[[DiskReport], None],
         *,
         write_bytes_per_s: float,
     ) -> None:

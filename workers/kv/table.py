@@ -20,7 +20,6 @@ thread of the step loop owns it.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from workers.given_experts import given_salt
 from workers.kv.disk_pages import DiskPages
+from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
 from workers.kv.page_pool import IntegrityError, PagePool, page_digest, root_digest
 from workers.kv.page_tables import PageTables
@@ -86,10 +86,9 @@ class KvTable:
         self._copied_pages = 0
         # Where full pages are stored too; None: nowhere. See `store_on`.
         self._disk: DiskPages | None = None
-        # Pages with references of `hold` and `take`, and how many.
-        self._held: Counter[int] = Counter()
         # Running checks, to which every page is reported that a sequence gets or gives back.
         self._checks: list[IntegrityCheck] = []
+        self.held = HeldPages(self._pool, self._checks)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -140,42 +139,36 @@ class KvTable:
         has slots reserved: a shared page can only follow a full one.
         """
         self._check_owned(seq)
-        page_size = self.page_size
         if not self._may_share_next(seq):
             return 0
-        whole_tokens = max(0, min(limit, len(tokens))) // page_size * page_size
-        digest = _last_digest(seq)
-        if self.states is not None:
-            whole_tokens = self._up_to_snapshot(self.states, digest, tokens[:whole_tokens])
-        reused_tokens = 0
-        while reused_tokens < whole_tokens:
-            page_tokens = tokens[reused_tokens : reused_tokens + page_size]
-            digest = page_digest(digest, page_tokens)
+        found: list[tuple[bytes, int]] = []
+        # With recurrent layers up to the last snapshot.
+        reusable = 0
+        for digest in self._page_digests(_last_digest(seq), tokens, limit):
             page = self._pool.lookup(digest)
             if page is None:
                 break
+            found.append((digest, page))
+            if self.states is None or self.states.has_snapshot(digest):
+                reusable = len(found)
+        for digest, page in found[:reusable]:
             self._pool.incref(page)
             seq.pages.append(page)
             seq.digests.append(digest)
-            self._extend(seq, page_tokens)
-            reused_tokens += page_size
+        self._extend(seq, tokens[: reusable * self.page_size])
         self._columns.changes[seq.row] += 1
         for check in self._checks:
-            check.pages_added(seq.key, seq.pages[len(seq.pages) - reused_tokens // page_size :])
-        if self.states is not None and reused_tokens:
+            check.pages_added(seq.key, seq.pages[len(seq.pages) - reusable :])
+        if self.states is not None and reusable:
             self.states.matched(seq)
-        return reused_tokens
+        return reusable * self.page_size
 
-    def _up_to_snapshot(self, states: StateSlots, digest: bytes, tokens: Sequence[int]) -> int:
-        """How many of these tokens, which fill pages after that of `digest`, can be reused with a state."""
-        found = 0
-        for start in range(0, len(tokens), self.page_size):
-            digest = page_digest(digest, tokens[start : start + self.page_size])
-            if self._pool.lookup(digest) is None:
-                break
-            if states.has_snapshot(digest):
-                found = start + self.page_size
-        return found
+    def _page_digests(self, digest: bytes, tokens: Sequence[int], limit: int) -> Iterator[bytes]:
+        """Those of the full pages that at most `limit` of `tokens` fill, after the page of `digest`."""
+        size = self.page_size
+        for start in range(0, min(limit, len(tokens)) // size * size, size):
+            digest = page_digest(digest, tokens[start : start + size])
+            yield digest
 
     @property
     def reuse_unit(self) -> int:
@@ -198,14 +191,12 @@ class KvTable:
 
         `seq` None: a new sequence with this salt. The digest is None if no further page could be shared.
         """
-        page_size = self.page_size
         if seq is not None and not self._may_share_next(seq):
             return 0, None
-        digest = root_digest(self._salted(salt)) if seq is None else _last_digest(seq)
-        for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
-            digest = page_digest(digest, tokens[start : start + page_size])
+        last = root_digest(self._salted(salt)) if seq is None else _last_digest(seq)
+        for pages, digest in enumerate(self._page_digests(last, tokens, limit)):
             if self._pool.lookup(digest) is None:
-                return start, digest
+                return pages * self.page_size, digest
         return 0, None
 
     def next_digest(self, seq: KvSequence, tokens: Sequence[int]) -> bytes | None:
@@ -435,52 +426,20 @@ class KvTable:
         page_size, seq = self.page_size, self._sequences.get(key)
         if position % page_size or (position and (seq is None or len(seq) < position)):
             return
-        digest = root_digest(self._salted(salt))
+        parent = root_digest(self._salted(salt))
         if position and seq is not None:
-            digest = seq.digests[position // page_size - 1]
-        for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
-            parent, digest = digest, page_digest(digest, tokens[start : start + page_size])
+            parent = seq.digests[position // page_size - 1]
+        for digest in self._page_digests(parent, tokens, limit):
             yield digest, parent
+            parent = digest
 
-    def hold(self, digest: bytes) -> int | None:
-        """The page of this digest, which stays in the pool until `let_go`. None: it is not in the pool."""
-        page = self._pool.lookup(digest)
-        if page is not None:
-            self.hold_page(page)
-        return page
-
-    def hold_page(self, page: int) -> None:
-        """As `hold`, for a page that is held already."""
-        self._pool.incref(page)
-        self._note_held([page])
-
-    def take(self, count: int) -> list[int]:
-        """Pages for contents that come from elsewhere; held as by `hold`. Raises OutOfPages."""
-        pages = self._pool.allocate(count)
-        self._note_held(pages)
-        return pages
-
-    def _note_held(self, pages: Sequence[int]) -> None:
-        self._held.update(pages)
-        for check in self._checks:
-            check.held(pages)
+    def find(self, digest: bytes) -> int | None:
+        """The page of this digest, which any call may evict that is not `held.hold`. None: there is none."""
+        return self._pool.lookup(digest)
 
     def filled(self, page: int, digest: bytes) -> None:
-        """Index a page of `take` that has got its contents, unless another page has this digest by now."""
+        """Index a page of `held` that has got its contents, unless another page has this digest by now."""
         self._pool.publish(page, digest)
-
-    def let_go(self, pages: Sequence[int]) -> None:
-        """Give up one reference to each page. Without others it is cached or free. The last first.
-
-        So the end of a chain is evicted before the pages it depends on.
-        """
-        for page in reversed(pages):
-            self._pool.decref(page)
-            self._held[page] -= 1
-            if not self._held[page]:
-                del self._held[page]
-        for check in self._checks:
-            check.let_go(pages)
 
     @property
     def pages_available(self) -> int:
@@ -511,7 +470,7 @@ class KvTable:
         """As `check_integrity`, in slices. The table may be used and changed between two of them."""
         if self._disk is not None:
             self._disk.check_integrity(self._pool.lookup)
-        check = IntegrityCheck(self._sequences, self._pool, self.page_size, self._held.elements())
+        check = IntegrityCheck(self._sequences, self._pool, self.page_size, self.held)
         self._checks.append(check)
         try:
             yield from check.slices()

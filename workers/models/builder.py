@@ -26,11 +26,10 @@ from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 from workers.models.mtp_head import MtpHead
 from workers.models.multipliers import factors
-from workers.models.recurrent_mixer import RecurrentMixer
+from workers.models.recurrent_layers import RecurrentMixer, SideBySide
 from workers.models.recurrent_parts import mixer_parts
 from workers.models.registry import FAMILIES
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
-from workers.models.side_by_side import SideBySide
 
 _OTHER_RANKS = "use another tensor_parallel, or the model in another format"
 # They take hardly any memory, and choose experts by small differences.

@@ -129,7 +129,6 @@ class TensorEntry(StoredTensor):
     def parts(
         self, rows: range | None = None, staging: Staging | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `StoredTensor`."""
         return read_parts(self, rows, staging)
 
     def samples(self) -> Iterator[bytes]:

@@ -18,12 +18,9 @@ from kernels.lora_pairs import SortedRows
 from kernels.packed_pages import can_pack_width
 from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
-from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Sublayer
+from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Projected, Sublayer
 from workers.models.linear import Linear
-from workers.models.recurrent_mixer import RecurrentMixer
-from workers.models.scans import GatedDelta, Mamba2
-from workers.models.short_conv import ShortConv
-from workers.models.side_by_side import parts_of
+from workers.models.recurrent_layers import GatedDelta, Mamba2, RecurrentMixer, ShortConv, parts_of
 
 
 class Stage(Protocol):
@@ -82,14 +79,13 @@ class CompiledSublayers:
         """Take packed sublayers, for which there are kernels."""
         keep: list[object] = [model]
         described = [each for one in model for each in _described(one, ropes, keep)]
-        dtype = _matrices(parts_of(model[0].body)[0])[0].weight.dtype
-        self._sublayers = sublayers.Sublayers(described, dtype, memory, keep)
+        first, last = _projected(model[0])[0], _projected(model[-1])[-1]
+        self._sublayers = sublayers.Sublayers(described, first.into.weight.dtype, memory, keep)
         self._ropes = tuple(ropes)
         self._kv: weakref.ref[KvTensors] | None = None
         # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
         self._uses_pages = any(isinstance(part, Attention) for one in model for part in parts_of(one.body))
-        last = parts_of(model[-1].body)[-1]
-        self._returns_wanted = isinstance(last, Attention | RecurrentMixer) and last.is_last
+        self._returns_wanted = last.is_last
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
@@ -131,25 +127,21 @@ def _can_compile_body(body: Body, *, is_split: bool) -> bool:
         and not (isinstance(body, RecurrentMixer) and body.within)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (is_split and isinstance(body, Attention) and body.row_norms is not None)
-        and all(matrix.weight.compiled is not None for matrix in _matrices(body))
+        and all(matrix.weight.compiled is not None for matrix in (body.into, body.output))
         and (not isinstance(body, Attention) or can_pack_width(body.config.head_dim))
     )
 
 
-def _matrices(body: Body) -> tuple[Linear, Linear]:
-    if isinstance(body, Attention):
-        return body.qkv, body.output
-    if isinstance(body, RecurrentMixer):
-        return body.into, body.output
-    assert isinstance(body, GatedMlp)
-    return body.gate_up, body.down
+def _projected(sublayer: Sublayer) -> list[Projected]:
+    """The parts of one that can be compiled."""
+    return [body for body in parts_of(sublayer.body) if isinstance(body, Projected)]
 
 
 def _described(
     sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
 ) -> Iterator[sublayers.Sublayer]:
     """The description refers to what is appended to `keep`, and to the tensors of the sublayer."""
-    parts = parts_of(sublayer.body)
+    parts = _projected(sublayer)
     for body in parts:
         found = _of_body(body, ropes, keep)
         found.before, found.is_beside, found.scale = _norm(sublayer.before), body is not parts[0], 1.0
@@ -158,29 +150,28 @@ def _described(
         yield found
 
 
-def _of_body(body: Body, ropes: Sequence[RopeSpec], keep: list[object]) -> sublayers.Sublayer:
-    found = sublayers.Sublayer(rope=-1)
-    found.into, found.out = (_matrix(matrix, keep) for matrix in _matrices(body))
+def _of_body(body: Projected, ropes: Sequence[RopeSpec], keep: list[object]) -> sublayers.Sublayer:
+    found = sublayers.Sublayer(rope=-1, wanted_only=body.is_last)
+    found.into, found.out = _matrix(body.into, keep), _matrix(body.output, keep)
     if isinstance(body, GatedMlp):
         found.activation = ACTIVATIONS.index(body.activation)
-        return found
-    assert isinstance(body, Attention | RecurrentMixer)
-    found.wanted_only = body.is_last
-    if isinstance(body, Attention):
+    elif isinstance(body, Attention):
         _describe_attention(found, body, ropes)
     else:
+        assert isinstance(body, ShortConv | Mamba2 | GatedDelta)
         _describe_recurrent(found, body, keep)
     return found
 
 
-def _describe_recurrent(found: sublayers.Sublayer, body: RecurrentMixer, keep: list[object]) -> None:
+def _describe_recurrent(
+    found: sublayers.Sublayer, body: ShortConv | Mamba2 | GatedDelta, keep: list[object]
+) -> None:
     found.layer = body.states.start
     if isinstance(body, ShortConv):
         found.kind, found.num_taps = sublayers.SHORT_CONV, len(body.taps)
         found.taps = body.taps.data_ptr()
         found.taps_bias = None if body.bias is None else body.bias.data_ptr()
         return
-    assert isinstance(body, Mamba2 | GatedDelta)
     found.kind = sublayers.MAMBA2 if isinstance(body, Mamba2) else sublayers.GATED_DELTA
     weights = body.weights.compiled()
     keep.append(weights)

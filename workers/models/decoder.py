@@ -31,9 +31,8 @@ from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import LoadTarget
 from workers.models.mtp_head import MtpHead
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
-from workers.models.recurrent_mixer import RecurrentMixer
+from workers.models.recurrent_layers import RecurrentMixer, parts_of
 from workers.models.shard import Shard, Slice
-from workers.models.side_by_side import parts_of
 from workers.models.steering import SteeredRows, SteeredStage
 
 

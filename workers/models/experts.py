@@ -19,7 +19,7 @@ from kernels.lora import RowSlots
 from kernels.lora_pairs import SortedRows
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
-from workers.models.layers import ForwardContext, GatedMlp
+from workers.models.layers import Body, ForwardContext, GatedMlp, Several
 from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import ExpertProjection, Projection
 from workers.models.shard import Slice
@@ -46,7 +46,7 @@ class ExpertBiases:
             self.down.zero_()
 
 
-class Experts:
+class Experts(Body):
     """The sum of the chosen experts' outputs, weighted by the router."""
 
     def __init__(  # noqa: PLR0913 - the parts of a layer
@@ -103,7 +103,6 @@ class Experts:
         )
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The target of each tensor of a checkpoint, by name."""
         yield from self.router.targets(prefix)
         for projection in self._latent or ():
             yield from projection.targets(prefix)
@@ -151,7 +150,6 @@ class Experts:
             yield "", projection
 
     def pack(self) -> None:
-        """Pack the filled weights in place."""
         self.router.pack()
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
@@ -159,7 +157,6 @@ class Experts:
             projection.pack()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
-        """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
         biases, slots, invariant = self._biases, context.lora_slots, context.batch_invariant
         rows = x.to(self.router.weight.dtype)
@@ -192,38 +189,31 @@ class Experts:
         return ExpertAdapters(into, out_of, slots)
 
 
-class WithSharedExpert:
+class WithSharedExpert(Several):
     """experts(x) + sigmoid(gate(x)) * shared(x), or without the gate."""
 
     def __init__(self, experts: Experts, shared: GatedMlp, gate: Weight | None, gate_name: str) -> None:
         """Take ownership of the parts. `gate`: [1, C], or None; `gate_name`: in a layer of a checkpoint."""
-        self._experts = experts
-        self._shared = shared
+        super().__init__(experts, shared)
+        self._experts, self._shared = experts, shared
         self._gate = None if gate is None else Linear({gate_name: Slice.whole(*gate.shape)}, gate, None)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The target of each tensor of a checkpoint, by name."""
-        yield from self._experts.targets(prefix)
-        yield from self._shared.targets(prefix)
+        yield from super().targets(prefix)
         if self._gate is not None:
             yield from self._gate.targets(prefix)
 
     def projections(self) -> Iterator[tuple[str, Projection]]:
-        """See `Body`."""
-        yield from self._experts.projections()
-        yield from self._shared.projections()
+        yield from super().projections()
         if self._gate is not None and self._gate.weight.device.type == "cpu":
             yield "", self._gate
 
     def pack(self) -> None:
-        """Pack the filled weights in place."""
-        self._experts.pack()
-        self._shared.pack()
+        super().pack()
         if self._gate is not None:
             self._gate.pack()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
-        """[T, C] -> [T, C]."""
         shared = self._shared(x, context)
         if self._gate is not None:
             gate = self._gate(x, context.lora_slots, batch_invariant=context.batch_invariant)  # [T, 1]

@@ -22,7 +22,7 @@ import torch
 from kernels.few_rows import NormBefore, few_rows_product
 from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.gated_activation import UNGATED, Activation, gated_activation
-from workers.models.layers import Attention, ForwardContext, GatedMlp, Norm, Sublayer
+from workers.models.layers import Attention, ForwardContext, GatedMlp, Norm, Projected, Sublayer
 from workers.models.linear import Linear
 
 _log = logging.getLogger(__name__)
@@ -204,13 +204,12 @@ class FewRows:
         else:
             inner, _ = into.whole(residual, tiles, squares, None)
         body = sublayer.body
-        if isinstance(body, Attention):
+        assert isinstance(body, Projected)
+        if not isinstance(body, GatedMlp):  # whose activation is in the product
             inner = body.between(inner, context)
         tiles = None if out is None else self._tiles.of(out.place, rows)
         if tiles is None:
-            assert isinstance(body, Attention | GatedMlp)
-            last = body.output if isinstance(body, Attention) else body.down
-            return sublayer.leave(last(inner, batch_invariant=False)), None
+            return sublayer.leave(body.output(inner, batch_invariant=False)), None
         assert out is not None
         return None, out.whole(inner, tiles, None, residual)[1]
 
@@ -221,10 +220,10 @@ def _products_of(sublayer: Sublayer) -> tuple[_Product, ...] | None:
     if norm is None or sublayer.group is not None:
         return None
     if isinstance(body, GatedMlp) and body.activation != UNGATED:
-        into = _Product.of("gate_up", body.gate_up, norm, body.activation)
-        out = _Product.of("down", body.down, None, None)
+        into = _Product.of("gate_up", body.into, norm, body.activation)
+        out = _Product.of("down", body.output, None, None)
     elif isinstance(body, Attention) and not body.is_last:
-        into = _Product.of("qkv", body.qkv, norm, None)
+        into = _Product.of("qkv", body.into, norm, None)
         out = _Product.of("output", body.output, None, None)
     else:
         return None

@@ -28,20 +28,18 @@ from kernels.rope import apply_rope_reference
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.latent_settings import LatentConfig
-from workers.models.layers import ForwardContext
+from workers.models.layers import ForwardContext, Projected
 from workers.models.linear import Linear, LoadTarget
 
-_PLACE = "self_attn."
 # Of the norms of latents, whatever the config says of the others.
 _EPS = 1e-6
 
 
-class LatentAttention:
-    """Attention over the latents in the pages of one layer.
+class LatentAttention(Projected):
+    """Attention over the latents in the pages of one layer. `kv_b_proj` takes no adapters.
 
     Attributes:
         index: The number of the layer among those with keys and values.
-        is_last: This is in the last layer, so only the wanted rows are returned.
     """
 
     def __init__(
@@ -68,37 +66,26 @@ class LatentAttention:
             output: [C, H * V].
             latent_norm: [L].
         """
+        within = () if query is None else (query[1],)
+        super().__init__("self_attn.", into, output, within, is_last=index == config.last_mixer)
         self.index = sum(layer.attention for layer in config.layers[:index])
-        self.is_last = index == config.last_mixer
         self._is_mtp_head = index == config.num_hidden_layers
-        self.into = into
-        self.output = output
         self._query = query
         self._key_value, self._latent_norm = key_value, latent_norm
         self._config, self._sizes, self._heads = config, sizes, config.num_attention_heads
         self._rope = config.layers[index].rope
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The target of each tensor of a checkpoint, by name."""
-        for name, projection in (*self.projections(), (_PLACE, self._key_value)):
-            yield from projection.targets(prefix + name)
+        yield from super().targets(prefix)
+        yield from self._key_value.targets(prefix + self.place)
         norms = {"kv_a_layernorm": self._latent_norm}
         if self._query is not None:
             norms["q_a_layernorm"] = self._query[0]
         for name, norm in norms.items():
-            yield f"{prefix}{_PLACE}{name}.weight", LoadTarget(DenseWeight(norm), tuple(norm.shape))
-
-    def projections(self) -> Iterator[tuple[str, Linear]]:
-        """See `Body`. `kv_b_proj` takes no adapters."""
-        yield _PLACE, self.into
-        if self._query is not None:
-            yield _PLACE, self._query[1]
-        yield _PLACE, self.output
+            yield f"{prefix}{self.place}{name}.weight", LoadTarget(DenseWeight(norm), tuple(norm.shape))
 
     def pack(self) -> None:
-        """Pack the filled weights for the matrix library."""
-        for _, projection in self.projections():
-            projection.pack()
+        super().pack()
         self._of_keys, self._of_values = ([weight.packed() for weight in each] for each in self._absorbed)
         del self._absorbed, self._key_value
 
@@ -121,30 +108,24 @@ class LatentAttention:
     def _of_values(self) -> Sequence[Weight]:
         return self._absorbed[1]
 
-    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
-        """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes latents to their slots."""
-        sizes, lora_slots, invariant = self._sizes, context.lora_slots, context.batch_invariant
-        projected = self.into(x, lora_slots, batch_invariant=invariant)
+    def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """See `Projected`: [T, H * V] of the rows of `into`. Writes latents to their slots."""
+        sizes = self._sizes
         before = projected.shape[1] - sizes.latent - sizes.rotated
         queries, latent, rotated_key = torch.split(projected, [before, sizes.latent, sizes.rotated], dim=1)
-        if self._query is not None:
-            norm, query = self._query
-            queries = query(rms_norm(queries.contiguous(), norm, _EPS), lora_slots, batch_invariant=invariant)
         keys = context.kv.layer(self.index)[0]
         assert not isinstance(keys, PackedValues)
         latent = rms_norm(latent.contiguous(), self._latent_norm, _EPS)
         key = torch.cat((latent, self._turned(rotated_key[:, None], context)[:, 0]), dim=1)
         missing = keys.shape[3] - key.shape[1]  # pages may be wider, with zeros, which change no score
         _write(functional.pad(key, (0, missing)), keys, context.inputs.slots)
-        wanted = context.inputs.wanted_rows
-        if self.is_last and not len(wanted):
-            return x[:0]  # [0, C]: only the latents were needed
-        attended = self._attend(
-            queries.reshape(len(x), self._heads, -1), missing, keys, context
-        )  # [T, H * V]
-        if self.is_last:
-            attended, lora_slots = attended.index_select(0, wanted), context.wanted_lora_slots
-        return self.output(attended, lora_slots, batch_invariant=invariant)
+        if self.is_last and not len(context.inputs.wanted_rows):
+            return projected  # only the latents were needed
+        if self._query is not None:
+            (norm, query), invariant = self._query, context.batch_invariant
+            normed = rms_norm(queries.contiguous(), norm, _EPS)
+            queries = query(normed, context.lora_slots, batch_invariant=invariant)
+        return self._attend(queries.reshape(len(projected), self._heads, -1), missing, keys, context)
 
     def _attend(
         self, queries: torch.Tensor, missing: int, keys: torch.Tensor | PackedKeys, context: ForwardContext

@@ -9,9 +9,9 @@ R rotated elements of a head, or wanted rows; I intermediate width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -85,20 +85,100 @@ class Norm:
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
-class Body(Protocol):
+class Body(ABC):
     """The function between the norms of a sublayer."""
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The target of each tensor of a checkpoint, by name."""
-
+    @abstractmethod
     def projections(self) -> Iterator[tuple[str, Projection]]:
         """Those that may have adapters, with what the names of their modules in a checkpoint begin with."""
 
-    def pack(self) -> None:
-        """Pack the filled weights for the matrix library."""
+    @abstractmethod
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
 
+    @abstractmethod
+    def pack(self) -> None:
+        """Pack the filled weights in place."""
+
+    @abstractmethod
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C], or only the wanted rows of it."""
+
+
+class Projected(Body):
+    """output(between(into(x))): attention, what is in its place, or an MLP.
+
+    Attributes:
+        is_last: No layer after this reads other rows, so only the wanted rows are returned.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        into: Linear,
+        output: Linear,
+        within: Iterable[Linear] = (),
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Take ownership of the projections.
+
+        Args:
+            place: What the names of all begin with in a layer of a checkpoint.
+            into: Of the hidden width.
+            output: Back to the hidden width.
+            within: Those that `between` needs.
+            is_last: See the attribute.
+        """
+        self.place, self.is_last = place, is_last
+        self.into, self.output = into, output
+        self._every = (into, *within, output)
+
+    @abstractmethod
+    def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """What `output` gets, of the rows of `into`. Need not return rows if `is_last` and none is wanted."""
+
+    def projections(self) -> Iterator[tuple[str, Linear]]:
+        for projection in self._every:
+            yield self.place, projection
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        for projection in self._every:
+            yield from projection.targets(prefix + self.place)
+
+    def pack(self) -> None:
+        for projection in self._every:
+            projection.pack()
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
+        slots, invariant = context.lora_slots, context.batch_invariant
+        inner = self.between(self.into(x, slots, batch_invariant=invariant), context)
+        if self.is_last:
+            wanted = context.inputs.wanted_rows
+            if not len(wanted):
+                return x[:0]  # [0, C]: only what is kept of the tokens was needed
+            inner, slots = inner.index_select(0, wanted), context.wanted_lora_slots
+        return self.output(inner, slots, batch_invariant=invariant)
+
+
+class Several(Body):
+    """Bodies that read the same rows, and whose outputs are added."""
+
+    def __init__(self, *parts: Body) -> None:
+        """Take ownership of the parts."""
+        self.parts = parts
+
+    def projections(self) -> Iterator[tuple[str, Projection]]:
+        for part in self.parts:
+            yield from part.projections()
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        for part in self.parts:
+            yield from part.targets(prefix)
+
+    def pack(self) -> None:
+        for part in self.parts:
+            part.pack()
 
 
 class Sublayer:
@@ -155,12 +235,11 @@ class Sublayer:
         return self.before.of_sum(x, residual)
 
 
-class Attention:
+class Attention(Projected):
     """Grouped-query attention over the pages of one layer.
 
     Attributes:
         index: The number of the layer among those with keys and values.
-        is_last: No layer after this reads other rows, so only the wanted rows are returned.
     """
 
     def __init__(
@@ -189,22 +268,17 @@ class Attention:
             row_norms: [H * D] and [K * D], the weights for queries and keys; None: rows are not normalised.
             sinks: [H] float32, see `kernels.paged_attention`; None: there are none.
         """
+        super().__init__(f"{config.family.attention}.", qkv, output, is_last=index == config.last_mixer)
         self.config, self.layer, self.shard = config, config.layers[index], shard
         self.index = sum(layer.attention for layer in config.layers[:index])
-        self.is_last = index == config.last_mixer
         self._is_mtp_head = index == config.num_hidden_layers
-        self._place = f"{config.family.attention}."
-        self.qkv = qkv
-        self.output = output
         self.head_norm = head_norm
         self.row_norms = row_norms
         self.sinks = sinks
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The target of each tensor of a checkpoint, by name."""
-        for name, projection in self.projections():
-            yield from projection.targets(prefix + name)
-        prefix += self._place
+        yield from super().targets(prefix)
+        prefix += self.place
         offset = self.config.family.norm_offset
         names = [f"{prefix}{name}.weight" for name in self.config.family.qk_norm_names]
         if self.head_norm is not None:
@@ -219,33 +293,13 @@ class Attention:
             taken = Slice(shape, (self.shard.heads,), range(1))
             yield f"{prefix}sinks", LoadTarget(DenseWeight(self.sinks), shape[:1], taken=taken)
 
-    def projections(self) -> Iterator[tuple[str, Linear]]:
-        """See `Body`."""
-        yield self._place, self.qkv
-        yield self._place, self.output
-
-    def pack(self) -> None:
-        """Pack the filled weights for the matrix library."""
-        self.qkv.pack()
-        self.output.pack()
-
-    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
-        """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes keys and values to their slots."""
-        lora_slots, invariant = context.lora_slots, context.batch_invariant
-        gates, projected = self._gates_apart(self.qkv(x, lora_slots, batch_invariant=invariant))
-        query = self._write(projected, context)  # [T, H, D]
-        wanted = context.inputs.wanted_rows
-        if self.is_last and not len(wanted):
-            return x[:0]  # [0, C]: only the keys and values were needed
-        attended = self._attend(query, gates, context)  # [T, H * D]
-        if self.is_last:
-            attended, lora_slots = attended.index_select(0, wanted), context.wanted_lora_slots
-        return self.output(attended, lora_slots, batch_invariant=invariant)
-
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """All but the projections, of the rows of `qkv`: -> [T, H * D]. Writes keys and values."""
+        """See `Projected`: [T, H * D] of the rows of `qkv`. Writes keys and values to their slots."""
         gates, projected = self._gates_apart(projected)
-        return self._attend(self._write(projected, context), gates, context)
+        query = self._write(projected, context)  # [T, H, D]
+        if self.is_last and not len(context.inputs.wanted_rows):
+            return projected  # only the keys and values were needed
+        return self._attend(query, gates, context)
 
     def _gates_apart(self, projected: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The gates [T, H * D], if there are any, and queries, keys and values."""
@@ -294,7 +348,7 @@ class Attention:
         return rope_kv_write(projected, head_norm, rotations, context.inputs.slots, k_pages, v_pages, eps)
 
 
-class GatedMlp:
+class GatedMlp(Projected):
     """down(activation(gate) * up), or down(activation(up)) if the activation has no gate."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation, place: str) -> None:
@@ -303,28 +357,9 @@ class GatedMlp:
         Without a gate the first is [I, C].
         `place`: what the names of both begin with in a layer of a checkpoint.
         """
-        self._place = place
-        self.gate_up = gate_up
-        self.down = down
+        super().__init__(place, gate_up, down)
         self.activation = activation
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """The target of each tensor of a checkpoint, by name."""
-        for name, projection in self.projections():
-            yield from projection.targets(prefix + name)
-
-    def projections(self) -> Iterator[tuple[str, Linear]]:
-        """See `Body`."""
-        yield self._place, self.gate_up
-        yield self._place, self.down
-
-    def pack(self) -> None:
-        """Pack the filled weights for the matrix library."""
-        self.gate_up.pack()
-        self.down.pack()
-
-    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
-        """[T, C] -> [T, C]."""
-        slots, invariant = context.lora_slots, context.batch_invariant
-        gate_up = self.gate_up(x, slots, batch_invariant=invariant)  # [T, 2 * I], or [T, I]
-        return self.down(gated_activation(gate_up, self.activation), slots, batch_invariant=invariant)
+    def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:  # noqa: ARG002
+        """See `Projected`: [T, 2 * I], or [T, I], to [T, I]."""
+        return gated_activation(projected, self.activation)

@@ -11,11 +11,17 @@ from functools import partial
 
 from workers.models.config import ModelConfig
 from workers.models.multipliers import factors
-from workers.models.recurrent_mixer import RecurrentMixer
+from workers.models.recurrent_layers import (
+    FORGET,
+    GatedDelta,
+    KimiDelta,
+    Mamba1,
+    Mamba2,
+    RecurrentMixer,
+    ShortConv,
+)
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config, ShortConvConfig
-from workers.models.scans import FORGET, GatedDelta, KimiDelta, Mamba1, Mamba2
 from workers.models.shard import Slice
-from workers.models.short_conv import ShortConv
 
 
 @dataclass(frozen=True, slots=True)

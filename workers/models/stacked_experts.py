@@ -53,12 +53,11 @@ class _Transposed(StoredTensor):
         yield wanted.start, found
 
     def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`."""
         return self._columns.samples()
 
 
 class _Rows(StoredTensor):
-    """Some rows of a matrix."""
+    """Some rows of a matrix, or elements of a vector: all of a range, or every other one."""
 
     def __init__(self, within: StoredTensor, rows: range) -> None:
         self._within, self._rows = within, rows
@@ -67,36 +66,13 @@ class _Rows(StoredTensor):
         self.nbytes = within.nbytes // within.shape[0] * len(rows)
 
     def parts(self, rows: range | None = None, staging: Staging | None = None) -> Iterator[tuple[int, Part]]:
-        """See `StoredTensor`."""
         wanted = self._rows if rows is None else self._rows[rows.start : rows.stop]
-        for at, part in self._within.parts(wanted, staging):
-            yield at - self._rows.start, part
+        covered = range(wanted.start, min(wanted.stop, self._within.shape[0]))
+        for at, part in self._within.parts(covered, staging):
+            skipped = (wanted.start - at) % wanted.step
+            yield (at + skipped - self._rows.start) // wanted.step, part[skipped :: wanted.step]
 
     def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`."""
-        return self._within.samples()
-
-
-class _EveryOther(StoredTensor):
-    """Every other row of a tensor, or element of a vector."""
-
-    def __init__(self, within: StoredTensor, first: int) -> None:
-        self._within, self._first = within, first
-        self.name, self.file, self.dtype, self.begin = within.name, within.file, within.dtype, within.begin
-        self.shape, self.nbytes = (within.shape[0] // 2, *within.shape[1:]), within.nbytes // 2
-
-    def parts(
-        self, rows: range | None = None, staging: Staging | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `StoredTensor`."""
-        wanted = range(self.shape[0]) if rows is None else rows
-        for at, part in self._within.parts(range(2 * wanted.start, 2 * wanted.stop), staging):
-            assert isinstance(part, torch.Tensor)
-            skipped = (at + self._first) % 2
-            yield (at + skipped) // 2, part[skipped::2]
-
-    def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`."""
         return self._within.samples()
 
 
@@ -123,8 +99,9 @@ def separated(
         turned = _inputs_first(entry, part, names, width)
         _check(entry, part, count, -1 if turned else 1)
         for expert in range(count):
-            for own, tensor in _of_expert(_taken(entry, expert, turned=turned), part, names):
-                found[layer + own.format(expert)] = tensor
+            matrix = _taken(entry, expert, turned=turned)
+            for own, rows in _projections(part, matrix.shape[0], names):
+                found[layer + own.format(expert)] = _Rows(matrix, rows)
     return found
 
 
@@ -140,17 +117,9 @@ def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) ->
             found[name] = stack
             continue
         for expert, own in enumerate(stack):
-            kind = ".bias" if part.endswith(_BIAS) else ".weight"
-            matrix = own.T if names.by_turns and kind == ".weight" else own
-            if part.startswith(_DOWN):
-                found[layer + names.down.format(expert) + kind] = matrix
-            elif not names.by_turns:
-                gate, up = matrix.chunk(2)
-                found[layer + names.gate.format(expert) + kind] = gate
-                found[layer + names.up.format(expert) + kind] = up
-            else:
-                found[layer + names.gate.format(expert) + kind] = matrix[::2]
-                found[layer + names.up.format(expert) + kind] = matrix[1::2]
+            matrix = own.T if names.by_turns and not part.endswith(_BIAS) else own
+            for projection, rows in _projections(part, len(matrix), names):
+                found[layer + projection.format(expert)] = matrix[rows.start : rows.stop : rows.step]
     return found
 
 
@@ -198,14 +167,14 @@ def _taken(stack: StoredTensor, expert: int, *, turned: bool) -> StoredTensor:
     return _Transposed(own) if turned and len(own.shape) > 1 else own
 
 
-def _of_expert(tensor: StoredTensor, part: str, names: ExpertNames) -> Iterator[tuple[str, StoredTensor]]:
+def _projections(part: str, outputs: int, names: ExpertNames) -> Iterator[tuple[str, range]]:
+    """The tensors that a part has of an expert, and which of its outputs each has."""
     kind = ".bias" if part.endswith(_BIAS) else ".weight"
     if part.startswith(_DOWN):
-        yield names.down + kind, tensor
-    elif not names.by_turns:
-        half = tensor.shape[0] // 2
-        yield names.gate + kind, _Rows(tensor, range(half))
-        yield names.up + kind, _Rows(tensor, range(half, 2 * half))
+        yield names.down + kind, range(outputs)
+    elif names.by_turns:
+        yield names.gate + kind, range(0, outputs, 2)
+        yield names.up + kind, range(1, outputs, 2)
     else:
-        yield names.gate + kind, _EveryOther(tensor, 0)
-        yield names.up + kind, _EveryOther(tensor, 1)
+        yield names.gate + kind, range(outputs // 2)
+        yield names.up + kind, range(outputs // 2, outputs)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, as bytes: a header of numbers, an array of int64, one of int32.
+"""What rank 0 tells the other ranks, as bytes: JSON, which says what follows, and tensors of integers.
 
 Dimension letters: T tokens; N items; R wanted rows; P pages of the longest table; L layers with experts;
 E experts of a token.
@@ -7,26 +7,27 @@ E experts of a token.
 from __future__ import annotations
 
 import enum
+import json
+import math
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.models.inputs import MAX_TREE_TOKENS, AttentionBatch, ForwardInputs, TokenTrees
+from workers.models.inputs import AttentionBatch, ForwardInputs, TokenTrees
 
-_NUMBERS = 7
-# The kind, the number of int64, the number of int32, and numbers that the kind defines.
-_HEADER = struct.Struct(f"<{3 + _NUMBERS}q")
+# The bytes of the JSON, and of the tensors.
+_LENGTHS = struct.Struct("<2q")
 
 
 class PlanKind(enum.IntEnum):
-    """What the ranks do next."""
+    """What the ranks do next, and the numbers that say more."""
 
-    FORWARD = 0  # flags and the way, T, N, R, P, L, E
+    FORWARD = 0  # the way
     COPY_PAGES = 1
     MOVE_SLOTS = 2
     SET_LORA = 3  # the slot, and the key of the adapter that the rank has read; -1: the slot is emptied
@@ -43,10 +44,6 @@ class Way(enum.IntEnum):
     AFTER = 3  # launched behind the one that was launched last
 
 
-_HAS_LORA, _HAS_TREES, _HAS_EXPERTS, _HAS_PLACES = 1, 2, 4, 8
-_FLAG_BITS = 4
-
-
 class ForwardPlan(NamedTuple):
     """A forward of all ranks.
 
@@ -61,127 +58,113 @@ class ForwardPlan(NamedTuple):
     places: NDArray[np.int64] | None = None
 
 
-def encode(kind: PlanKind, numbers: Sequence[int], wide: torch.Tensor, narrow: torch.Tensor) -> bytes:
-    """The bytes of a message: up to seven numbers, [n] int64 and [m] int32."""
-    header = _HEADER.pack(kind, len(wide), len(narrow), *numbers, *[0] * (_NUMBERS - len(numbers)))
-    return header + wide.numpy().tobytes() + narrow.numpy().tobytes()
-
-
-class Message:
+class Message(NamedTuple):
     """A message that was received.
 
     Attributes:
         kind: What to do.
-        numbers: Those of the header.
-        wide: [n] int64, owned by this object.
-        narrow: [m] int32, likewise.
+        numbers: Those of the kind.
+        tensors: By name, over memory that nobody else has.
     """
 
-    def __init__(self, header: bytes, connection: socket.socket) -> None:
-        """Read what follows a header. Raises EOFError if the sender ends."""
-        kind, wides, narrows, *self.numbers = _HEADER.unpack(header)
-        self.kind = PlanKind(kind)
-        memory = bytearray(8 * wides + 4 * narrows)
-        _receive(connection, memoryview(memory))
-        body = torch.frombuffer(memory, dtype=torch.int32) if memory else torch.empty(0, dtype=torch.int32)
-        self.wide = body[: 2 * wides].view(torch.int64)
-        self.narrow = body[2 * wides :]
+    kind: PlanKind
+    numbers: Sequence[int]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def encode(kind: PlanKind, *numbers: int, **tensors: torch.Tensor) -> bytes:
+    """The bytes of a message."""
+    # The widest first, so that each is at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    places = [(name, str(one.dtype).removeprefix("torch."), one.shape) for name, one in ordered]
+    body = b"".join([one.numpy().tobytes() for _, one in ordered])
+    head = json.dumps([kind, numbers, places]).encode()
+    return _LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def receive(connection: socket.socket) -> Message:
     """Wait for the next message. Raises EOFError if the sender has ended."""
-    header = bytearray(_HEADER.size)
-    _receive(connection, memoryview(header))
-    return Message(bytes(header), connection)
+    head_bytes, body_bytes = _LENGTHS.unpack(_received(connection, _LENGTHS.size))
+    kind, numbers, places = json.loads(_received(connection, head_bytes))
+    body = torch.from_numpy(np.frombuffer(_received(connection, body_bytes), np.uint8))
+    tensors: dict[str, torch.Tensor] = {}
+    end = 0
+    for name, dtype_name, shape in places:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        tensors[name] = body[begin:end].view(dtype).view(shape)
+    return Message(PlanKind(kind), numbers, tensors)
 
 
-def _receive(connection: socket.socket, into: memoryview) -> None:
-    while into:
-        count = connection.recv_into(into)
-        if not count:
+def _received(connection: socket.socket, count: int) -> bytearray:
+    memory = bytearray(count)
+    left = memoryview(memory)
+    while left:
+        received = connection.recv_into(left)
+        if not received:
             raise EOFError
-        into = into[count:]
+        left = left[received:]
+    return memory
 
 
 def encode_pairs(kind: PlanKind, pairs: Sequence[tuple[int, int]]) -> bytes:
     """Pairs of pages or slots."""
-    return encode(
-        kind, [], torch.tensor(pairs, dtype=torch.int64).flatten(), torch.empty(0, dtype=torch.int32)
-    )
-
-
-def encode_numbers(kind: PlanKind, *numbers: int) -> bytes:
-    """A message of numbers only."""
-    return encode(kind, numbers, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+    return encode(kind, pairs=torch.tensor(pairs, dtype=torch.int64))
 
 
 def pairs_of(message: Message) -> list[tuple[int, int]]:
     """The pairs of a message."""
-    return [(source, target) for source, target in message.wide.view(-1, 2).tolist()]
+    return [(source, target) for source, target in message.tensors["pairs"].tolist()]
 
 
 def encode_forward(plan: ForwardPlan) -> bytes:
     """A forward, and how it is run."""
-    inputs = plan.inputs
-    attention, trees = inputs.attention, inputs.attention.trees
-    flags = plan.way << _FLAG_BITS
-    experts: tuple[int, ...] = (0, 0)
-    wide = [inputs.token_ids, inputs.positions, inputs.slots, inputs.wanted_rows]
-    narrow = [attention.page_tables.flatten(), attention.query_starts, attention.context_lens]
-    if inputs.lora_slots is not None:
-        flags |= _HAS_LORA
-        narrow.append(inputs.lora_slots)
+    inputs, attention, trees = plan.inputs, plan.inputs.attention, plan.inputs.attention.trees
+    tensors: dict[str, torch.Tensor | None] = {
+        "token_ids": inputs.token_ids,  # [T]
+        "positions": inputs.positions,  # [T]
+        "slots": inputs.slots,  # [T]
+        "wanted_rows": inputs.wanted_rows,  # [R]
+        "page_tables": attention.page_tables,  # [N, P]
+        "query_starts": attention.query_starts,  # [N + 1]
+        "context_lens": attention.context_lens,  # [N]
+        "lora_slots": inputs.lora_slots,  # [T]
+        "experts": inputs.experts,  # [T, L, E]
+        "places": None if plan.places is None else torch.from_numpy(plan.places),  # [N]
+    }
     if trees is not None:
-        flags |= _HAS_TREES
-        wide.append(trees.ancestors)
-        narrow += [trees.roots, trees.depths.flatten(), torch.tensor(trees.is_tree, dtype=torch.int32)]
-    if inputs.experts is not None:
-        flags |= _HAS_EXPERTS
-        wide.append(inputs.experts.flatten())
-        experts = tuple(inputs.experts.shape[1:])
-    if plan.places is not None:
-        flags |= _HAS_PLACES
-        wide.append(torch.from_numpy(plan.places))
-    items, pages = attention.page_tables.shape
-    numbers = (flags, len(inputs.token_ids), items, len(inputs.wanted_rows), pages, *experts)
-    return encode(PlanKind.FORWARD, numbers, torch.cat(wide), torch.cat(narrow))
+        is_tree = torch.tensor(trees.is_tree)
+        tensors |= {
+            "roots": trees.roots,
+            "ancestors": trees.ancestors,
+            "depths": trees.depths,
+            "is_tree": is_tree,
+        }
+    return encode(
+        PlanKind.FORWARD, plan.way, **{name: one for name, one in tensors.items() if one is not None}
+    )
 
 
 def forward_of(message: Message) -> ForwardPlan:
-    """The forward of a message, of which its tensors are views."""
-    flags, tokens, items, wanted, pages, layers, per_token = message.numbers
-    has_trees = bool(flags & _HAS_TREES)
-    has_places = bool(flags & _HAS_PLACES)
-    token_ids, positions, slots, rows, ancestors, given, places = torch.split(
-        message.wide,
-        [
-            *(tokens, tokens, tokens, wanted, tokens * has_trees, tokens * layers * per_token),
-            items * has_places,
-        ],
-    )
-    lora = tokens if flags & _HAS_LORA else 0
-    of_trees = [items, items * MAX_TREE_TOKENS, items] if has_trees else [0, 0, 0]
-    tables, starts, contexts, lora_slots, roots, depths, is_tree = torch.split(
-        message.narrow, [items * pages, items + 1, items, lora, *of_trees]
-    )
-    trees = None
-    if has_trees:
-        flags_of_trees = [bool(flag) for flag in is_tree.tolist()]
-        trees = TokenTrees(roots, ancestors, depths.view(items, MAX_TREE_TOKENS), flags_of_trees)
+    """The forward of a message, which has its tensors."""
+    found, trees = message.tensors, None
+    if "is_tree" in found:
+        trees = TokenTrees(found["roots"], found["ancestors"], found["depths"], found["is_tree"].tolist())
+    starts, contexts, places = found["query_starts"], found["context_lens"], found.get("places")
     inputs = ForwardInputs(
-        token_ids=token_ids,
-        positions=positions,
-        slots=slots,
-        wanted_rows=rows,
+        token_ids=found["token_ids"],
+        positions=found["positions"],
+        slots=found["slots"],
+        wanted_rows=found["wanted_rows"],
         attention=AttentionBatch(
-            page_tables=tables.view(items, pages),
+            page_tables=found["page_tables"],
             query_starts=starts,
             context_lens=contexts,
             query_lens=starts.diff().tolist(),
             context_lens_host=contexts.tolist(),
             trees=trees,
         ),
-        lora_slots=lora_slots if lora else None,
-        experts=given.view(tokens, layers, per_token) if flags & _HAS_EXPERTS else None,
+        lora_slots=found.get("lora_slots"),
+        experts=found.get("experts"),
     )
-    return ForwardPlan(inputs, Way(flags >> _FLAG_BITS), places.numpy() if has_places else None)
+    return ForwardPlan(inputs, Way(message.numbers[0]), None if places is None else places.numpy())

@@ -30,14 +30,7 @@ from workers.runners.base import After, DeviceLostError, LaunchedStep, Runner, S
 from workers.runners.collectives import Collectives
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
-from workers.runners.rank_plan import (
-    ForwardPlan,
-    PlanKind,
-    Way,
-    encode_forward,
-    encode_numbers,
-    encode_pairs,
-)
+from workers.runners.rank_plan import ForwardPlan, PlanKind, Way, encode, encode_forward, encode_pairs
 from workers.runners.rank_processes import RankProcesses
 from workers.sampling import SamplingError, SamplingRow
 
@@ -120,17 +113,17 @@ class RankGroup:
 
         They make their slots before, if they have none. A slot of -1: that is all.
         """
-        self._send(encode_numbers(PlanKind.SET_LORA, slot, key))
+        self._send(encode(PlanKind.SET_LORA, slot, key))
 
     def drop_weights(self) -> None:
         """Let the others drop weights that they have read, or are reading, for `use_weights`."""
         if self.weights_read:
             # By number: they may have begun to read the next ones when they get this.
-            self._send(encode_numbers(PlanKind.DROP_WEIGHTS, self.weights_read))
+            self._send(encode(PlanKind.DROP_WEIGHTS, self.weights_read))
 
     def use_weights(self) -> None:
         """Let the others use the weights that they have read."""
-        self._send(encode_numbers(PlanKind.USE_WEIGHTS))
+        self._send(encode(PlanKind.USE_WEIGHTS))
 
     def _send(self, message: bytes) -> None:
         try:

@@ -5,7 +5,7 @@ import { setTimeout as sleep } from "node:timers/promises";
 import { create } from "@bufbuild/protobuf";
 import { type ServiceError, status } from "@grpc/grpc-js";
 
-import { type Chunk, chunkOf } from "./chunks.js";
+import { Answer, type Chunk, chunkOf } from "./chunks.js";
 import type { CallOptions } from "./connection.js";
 import { msOf } from "./duration.js";
 import type { Policy } from "./enums.js";
@@ -128,15 +128,17 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
 
   /** Waits for all, and returns the text of each sample, item by item. Throws QuireError. */
   async texts(): Promise<string[]> {
-    const texts = new Map<string, string>();
+    return (await this.answers()).map(({ text }) => text);
+  }
+
+  /** Waits for all, and returns each sample with its thoughts and tool calls. Throws QuireError. */
+  async answers(): Promise<Answer[]> {
+    const answers = new Map<string, Answer>();
     for (const { itemId, n } of this.#request.items) {
-      for (let sample = 0; sample < Math.max(1, n); sample++) texts.set(`${sample} ${itemId}`, "");
+      for (let sample = 0; sample < Math.max(1, n); sample++) answers.set(`${sample} ${itemId}`, new Answer(itemId, sample));
     }
-    for await (const { itemId, sample, text } of this) {
-      const key = `${sample} ${itemId}`;
-      texts.set(key, (texts.get(key) ?? "") + text);
-    }
-    return [...texts.values()];
+    for await (const chunk of this) answers.get(`${chunk.sample} ${chunk.itemId}`)?.add(chunk);
+    return [...answers.values()];
   }
 
   /** Ends the execution, also on the server, if it has not ended. If it throws QuireError, a kept one may continue. */

@@ -5,7 +5,7 @@ export { status } from "@grpc/grpc-js";
 
 export type { PrefillItem, PrefillSettings, Scored, ScoreItem, ScoreSettings, Tokens } from "./batches.js";
 export { type AppendOptions, Cache, Caller, type ForkOptions, type Verified } from "./cache.js";
-export type { Chunk } from "./chunks.js";
+export { Answer, type Chunk } from "./chunks.js";
 export { type ClientOptions, QuireClient, type TlsOptions } from "./client.js";
 export type { CallOptions } from "./connection.js";
 export type { Accept, Cause, FinishReason, NumberFormat, Policy, Priority } from "./enums.js";

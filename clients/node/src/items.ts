@@ -5,7 +5,7 @@ import { create } from "@bufbuild/protobuf";
 import { tokensOf } from "./batches.js";
 import { durationOf } from "./duration.js";
 import { speculationMethodOf, type SpeculationMethod } from "./enums.js";
-import { ChatRole, type ExecuteItem, ExecuteItemSchema } from "./gen/quire/v1/runner_pb.js";
+import { ChatRole, type ExecuteItem, ExecuteItemSchema, ToolChoice } from "./gen/quire/v1/runner_pb.js";
 import type { Request } from "./methods.js";
 import { samplingOf, type SamplingSettings, splitSampling, tokenMask, type Allowed } from "./options.js";
 
@@ -19,6 +19,7 @@ const ROLES = {
 /** A tool call as in the OpenAI API. Arguments are JSON, or an object. */
 export interface ChatToolCall {
   id: string;
+  type?: string;
   function: { name: string; arguments: string | object };
 }
 
@@ -60,12 +61,30 @@ export interface TextSettings extends SamplingSettings {
   sampledLogprobs?: boolean;
   cacheSalt?: string;
   speculation?: SpeculationMethod | SpeculationSettings;
+  /**
+   * As in the OpenAI API: {type: "function", function: {...}}. Texts are divided then. The prompt is messages, or the tokens of
+   * one that shows them.
+   */
+  tools?: readonly object[];
+  /** "auto", "none", "required", or the name of the function to call. */
+  toolChoice?: string;
+  /** False: a text has at most one call. */
+  parallelToolCalls?: boolean;
+  /** Divide texts into content, thoughts and tool calls also without tools. */
+  answerParts?: boolean;
+  /** Of the chat template, such as {enable_thinking: false}. */
+  templateVariables?: object;
 }
 
+const TOOL_CHOICES: Record<string, ToolChoice> = { none: ToolChoice.NONE, required: ToolChoice.REQUIRED };
 // What is an item's own.
 const FIELDS = new Set([
   ...ExecuteItemSchema.fields.map(({ localName }) => localName).filter((name) => name !== "timeout"),
   "itemTimeoutMs",
+  "tools",
+  "toolChoice",
+  "parallelToolCalls",
+  "templateVariables",
 ]);
 
 /** An item for `execute`; `itemId` identifies it in the chunks. Throws TypeError or RangeError for invalid arguments. */
@@ -74,14 +93,16 @@ export function item(
   settings: TextSettings & { itemId?: string; maxCostUsd?: number } = {},
 ): ExecuteItem {
   const [own, rest] = splitSampling(settings);
-  const { sampling, constraint, speculation, itemTimeoutMs, itemId = "0", ...fields } = rest;
+  const { sampling, constraint, speculation, itemTimeoutMs, itemId = "0", ...others } = rest;
+  const { tools, toolChoice, parallelToolCalls, answerParts, templateVariables, ...fields } = others;
   for (const name of Object.keys(rest)) {
     if (!FIELDS.has(name)) throw new TypeError(`an item has no setting ${name}: it has ${[...FIELDS].join(", ")}`);
   }
   return create(ExecuteItemSchema, {
     ...fields,
     itemId,
-    prompt: promptOf(prompt),
+    prompt: promptOf(prompt, tools, templateVariables),
+    answerParts: answerPartsOf(prompt, others),
     sampling: samplingOf(sampling, own),
     constraint: constraint && { kind: constraintOf(constraint) },
     speculation: speculation && speculationOf(speculation),
@@ -107,12 +128,40 @@ function isItem(value: unknown): value is ExecuteItem {
   return (value as ExecuteItem | undefined)?.$typeName === ExecuteItemSchema.typeName;
 }
 
-function promptOf(prompt: Prompt): Request<typeof ExecuteItemSchema>["prompt"] {
-  if (typeof prompt === "string") return { case: "text", value: prompt };
-  if (typeof prompt[0] === "object") {
-    return { case: "chat", value: { messages: (prompt as readonly ChatMessage[]).map(messageOf) } };
+function isChat(prompt: Prompt): prompt is readonly ChatMessage[] {
+  return typeof prompt !== "string" && typeof prompt[0] === "object";
+}
+
+function promptOf(
+  prompt: Prompt,
+  tools: TextSettings["tools"],
+  variables: object | undefined,
+): Request<typeof ExecuteItemSchema>["prompt"] {
+  if (isChat(prompt)) {
+    const variablesJson = variables && JSON.stringify(variables);
+    return { case: "chat", value: { messages: prompt.map(messageOf), toolsJson: toolsJson(tools), variablesJson } };
   }
-  return { case: "tokens", value: { tokenIds: tokensOf(prompt as readonly number[]) } };
+  if (variables) throw new TypeError("templateVariables are for messages");
+  if (typeof prompt !== "string") return { case: "tokens", value: { tokenIds: tokensOf(prompt) } };
+  if (tools?.length) throw new TypeError("tools are for messages, or for the tokens of a prompt that shows them");
+  return { case: "text", value: prompt };
+}
+
+/** Undefined: texts are not divided. The tools of a chat are in it. */
+function answerPartsOf(prompt: Prompt, { tools, toolChoice = "auto", parallelToolCalls, answerParts }: TextSettings) {
+  const isSingle = parallelToolCalls === false;
+  if (!tools?.length && toolChoice === "auto" && !isSingle && !answerParts) return undefined;
+  const isName = toolChoice !== "auto" && !Object.hasOwn(TOOL_CHOICES, toolChoice);
+  return {
+    toolsJson: isChat(prompt) ? undefined : toolsJson(tools),
+    toolChoice: isName ? ToolChoice.REQUIRED : TOOL_CHOICES[toolChoice],
+    function: isName ? toolChoice : undefined,
+    singleCall: isSingle,
+  };
+}
+
+function toolsJson(tools: TextSettings["tools"]): string | undefined {
+  return tools?.length ? JSON.stringify(tools) : undefined;
 }
 
 function messageOf(message: ChatMessage) {

@@ -69,6 +69,21 @@ test("items have settings of sampling, constraints and tool calls", () => {
   assert.equal(message.toolCalls[0].argumentsJson, '{"a":1}');
 });
 
+test("tools are shown by a chat, or beside tokens", () => {
+  const tools = [{ type: "function", function: { name: "add" } }];
+  const chat = [{ role: "user", content: "1+1=" }];
+  const made = item(chat, { tools, toolChoice: "add", parallelToolCalls: false, templateVariables: { enable_thinking: false } });
+  assert.deepEqual([made.prompt.value.toolsJson, made.prompt.value.variablesJson], [JSON.stringify(tools), '{"enable_thinking":false}']);
+  const { toolsJson, toolChoice, function: name, singleCall } = made.answerParts;
+  assert.deepEqual([toolsJson, toolChoice, name, singleCall], ["", runner.ToolChoice.REQUIRED, "add", true]);
+  const ofTokens = item([1, 2], { tools, toolChoice: "none" }).answerParts;
+  assert.deepEqual([ofTokens.toolsJson, ofTokens.toolChoice], [JSON.stringify(tools), runner.ToolChoice.NONE]);
+  assert.ok(item("x", { answerParts: true }).answerParts);
+  assert.equal(item(chat, { tools: [], toolChoice: "auto" }).answerParts, undefined);
+  assert.throws(() => item("x", { tools }), { message: /tools are for messages/ });
+  assert.throws(() => item("x", { templateVariables: {} }), { message: /templateVariables are for messages/ });
+});
+
 test("what is wrong with a batch ends the call", async () => {
   await assert.rejects(read(client.execute([item("1"), item("2")])), { name: "InvalidRequest", reason: "DUPLICATE_ITEM_ID" });
 });
@@ -135,6 +150,25 @@ function executionOf(streams, settings = {}, cancelKept = async () => true) {
 }
 
 const broken = () => Object.assign(new Error("cut"), { code: status.UNAVAILABLE, details: "cut" });
+test("an answer has its thoughts and whole calls, and malformed ones are text", async () => {
+  const said = (position, parts) => ({ chunks: [create(runner.SampleChunkSchema, { itemId: "0", position, ...parts })] });
+  async function* streams() {
+    yield said(0, { reasoningContent: "Hm.", text: "Let me see.", toolCalls: [{ index: 0, id: "a", name: "add" }] });
+    yield said(1, { toolCalls: [{ index: 0, argumentsJson: '{"a":' }] });
+    yield said(2, { toolCalls: [{ index: 0, argumentsJson: "1}" }, { index: 1, id: "b", name: "stop" }] });
+    yield said(3, { malformedCalls: { 1: "<stop" }, finishReason: runner.FinishReason.TOOL_CALLS });
+  }
+  const [answer] = await executionOf([streams]).execution.answers();
+  assert.equal(answer.finishReason, "tool_calls");
+  assert.deepEqual(answer.message, {
+    role: "assistant",
+    content: "Let me see.<stop",
+    tool_calls: [{ id: "a", type: "function", function: { name: "add", arguments: '{"a":1}' } }],
+    reasoning_content: "Hm.",
+  });
+  assert.equal(item([answer.message]).prompt.value.messages[0].toolCalls[0].argumentsJson, '{"a":1}');
+});
+
 const chunk = (position) => ({ chunks: [{ itemId: "0", sample: 0, position, tokenIds: [7], text: "t" }] });
 
 test("a stream that breaks while it is cancelled does not resume", async () => {

@@ -53,7 +53,8 @@ class TextSettings(SamplingSettings, total=False):
         sampling: Default settings, such as `model_info().sampling_defaults`.
         timeout: In seconds or a timedelta.
         speculation: Speculative decoding, which changes no text: its method, or with its other setting.
-        tools: As in the OpenAI API: {"type": "function", "function": {...}}. Texts are divided then.
+        tools: As in the OpenAI API: {"type": "function", "function": {...}}. Texts are divided then. The
+            prompt is messages, or the tokens of one that shows them.
         tool_choice: "auto", "none", "required", or the name of the function to call.
         parallel_tool_calls: False: a text has at most one call.
         answer_parts: True: divide texts into content, thoughts and tool calls also without tools.
@@ -129,7 +130,7 @@ def item(
 
 
 def _complete_chat(made: runner_pb2.ExecuteItem, variables: Mapping[str, Any] | None) -> None:
-    """Moves the tools to the chat, if there is one: then its template shows them."""
+    """Moves the tools to the chat, if there is one: then its template shows them. Raises ValueError."""
     if made.HasField("chat"):
         if made.answer_parts.tools_json:
             made.chat.tools_json = made.answer_parts.tools_json
@@ -137,6 +138,8 @@ def _complete_chat(made: runner_pb2.ExecuteItem, variables: Mapping[str, Any] | 
         made.chat.variables_json = json.dumps(variables) if variables else ""
     elif variables:
         raise TypeError("template_variables are for messages")
+    elif made.HasField("text") and made.answer_parts.tools_json:
+        raise ValueError("tools are for messages, or for the tokens of a prompt that shows them")
 
 
 def items_of(

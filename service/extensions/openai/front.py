@@ -19,6 +19,7 @@ from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
 from service.extensions.http.server import HttpServer
 from service.extensions.openai import page, requests
+from service.extensions.openai.adapter_calls import AdapterCalls
 from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.cross_encoder import CrossEncoder
@@ -139,7 +140,7 @@ class OpenAiFront(Extension):
         is_safe = parts.authenticator is not None or is_private(self.listen)
         if self._backend != NONE and parts.admin is not None and is_safe:
             self._transfer = WeightTransfer(parts.admin, self._backend, self._state.config.message_timeout_s)
-            routes += self._transfer.routes(self.bodies)
+            routes += [*self._transfer.routes(self.bodies), *AdapterCalls(parts.admin).routes(self.bodies)]
         return Router(routes, redirect_slashes=False)
 
     def bind(self) -> int:

@@ -25,7 +25,7 @@ from service.auth.authenticator import AUTHORIZATION, Authenticator, current_ten
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError
 from service.extensions.http.connection import connection_of
 from service.extensions.http.framing import is_address
-from service.extensions.openai import errors, page, weight_transfer
+from service.extensions.openai import adapter_calls, errors, page, weight_transfer
 from service.extensions.openai.responses import event
 from service.extensions.openai.translated import named_event
 from service.logging import bind_request_id, get_logger
@@ -134,7 +134,7 @@ class Middleware:
             return
         if self._authenticator is not None:
             method = _LIST if path.startswith(_MODELS) else _EXECUTE
-            if path in weight_transfer.PATHS:
+            if path in weight_transfer.PATHS | adapter_calls.PATHS:
                 method = _LOAD_WEIGHTS
             tokens = request.headers.getlist(AUTHORIZATION)
             if not tokens and path.startswith(MESSAGES):

@@ -36,9 +36,10 @@ class OpenAiSettings(ExtensionSettings):
     )
     openai_weight_transfer: str = setting(
         "none",
-        "take weights that a trainer broadcasts, by vLLM's calls, from callers that may administer the"
-        " server: by gloo between CPUs, or by nccl",
-        ("none", "gloo", "nccl"),
+        "take weights and adapters of a trainer, by the calls of vLLM and prime-rl, from callers that may"
+        " administer the server: from directories only (filesystem), or also by broadcast, by gloo between"
+        " CPUs, or by nccl",
+        ("none", "filesystem", "gloo", "nccl"),
     )
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:  # noqa: ARG002

@@ -1,5 +1,7 @@
 """vLLM's calls for weights that a trainer broadcasts: /update_weights, and those before and after it.
 
+And prime-rl's: an /update_weights that names a directory, whose files are copied.
+
 A process joins the trainer's group, and writes what it receives as the files of an upload. These become the
 served weights with /finish_weight_update, as by LoadWeights. So nothing changes before that, whatever becomes
 of the trainer; and workers, also those that start later, find a directory.
@@ -10,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from quire.v1 import admin_pb2
 from starlette.requests import Request
@@ -24,15 +27,16 @@ from service.admin import AdminApi
 from service.completion import complete
 from service.errors import InvalidArgument, LoadFailed, Loading, SeveralGateways
 from service.extensions.openai.bodies import BodyReader
-from service.extensions.openai.fields import Fields, bad_field, string
+from service.extensions.openai.fields import Fields, bad_field, string, unsupported
 from service.extensions.openai.generation import until_disconnected
 from service.extensions.openai.receiving_process import ReceivingProcess
 from service.extensions.openai.transfer_fields import Announced, group_of, tensors_of
 from service.logging import get_logger
 from service.runtimes.weight_uploads import Upload
+from service.uploads import require_room
 
 _log = get_logger(__name__)
-NONE = "none"
+NONE, FILESYSTEM = "none", "filesystem"
 _INDEX = "model.safetensors.index.json"
 # Until the process has imported torch.
 _START_TIMEOUT_S = 120.0
@@ -46,7 +50,7 @@ PATHS = frozenset(
     {
         "/pause", "/resume", "/is_paused", "/get_world_size", "/weight_info", "/update_weights",
         "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
-        "/finish_weight_update",
+        "/finish_weight_update", "/init_broadcaster",
     }
 )  # fmt: skip
 
@@ -81,11 +85,12 @@ class WeightTransfer:
             "/start_weight_update": self._start,
             "/update_weights": self._update,
             "/finish_weight_update": self._finish,
+            "/init_broadcaster": _refuse_broadcaster,
             "/pause": self._pause_until_resumed,
             "/resume": self._resume,
         }
         return [
-            *(Route(path, _Call(call, bodies), methods=["POST"]) for path, call in calls.items()),
+            *(Route(path, OperatorCall(call, bodies), methods=["POST"]) for path, call in calls.items()),
             Route("/is_paused", lambda _: JSONResponse({"is_paused": bool(self._pause)})),
             # One process receives for all workers.
             Route("/get_world_size", lambda _: JSONResponse({"world_size": 1})),
@@ -116,10 +121,11 @@ class WeightTransfer:
     # The group.
 
     async def _init(self, fields: Fields) -> dict[str, Any]:
+        if self._backend == FILESYSTEM:
+            raise LoadFailed("this server's openai_weight_transfer takes weights from directories only")
         info = group_of(Fields(fields.raw("init_info"), "init_info"), self._backend)
         fields.refuse_others()
-        if self._admin.state.has_other_gateways:
-            raise SeveralGateways
+        self._check_only_gateway()
         async with self._alone():
             await self._drop()
             await self._end()
@@ -136,6 +142,10 @@ class WeightTransfer:
             await self._end()
         return {"message": "Weight transfer shut down"}
 
+    def _check_only_gateway(self) -> None:
+        if self._admin.state.has_other_gateways:
+            raise SeveralGateways
+
     # An update.
 
     async def _start(self, fields: Fields) -> dict[str, Any]:
@@ -148,6 +158,9 @@ class WeightTransfer:
         return {"message": "Weight update started"}
 
     async def _update(self, fields: Fields) -> dict[str, Any]:
+        if (directory := fields.get("weight_dir", string)) is not None:
+            fields.refuse_others()
+            return await self._update_from(Path(directory))
         given = Fields(fields.raw("update_info"), "update_info")
         async with self._alone():
             process = self._running()
@@ -174,18 +187,33 @@ class WeightTransfer:
                 raise LoadFailed("no weights were received since /start_weight_update")
             async with self._closing:
                 await complete(asyncio.to_thread(_write_index, upload.directory / _INDEX, self._files))
-            progress: list[admin_pb2.LoadWeightsResponse] = []
-            request = admin_pb2.LoadWeightsRequest(
-                source=upload.source, previous_caches=_PREVIOUS_CACHES[self._pause]
-            )
-            await self._admin.LoadWeights(request, cast("Any", _Progress(progress)))
-        served = progress[-1]
+            served = await self._serve(upload)
         self._weight_version = label or str(served.weights_version)
         return {
             "message": "Weight update finished",
             "weights_version": served.weights_version,
             "fingerprint": served.fingerprint,
         }
+
+    async def _update_from(self, directory: Path) -> dict[str, Any]:
+        """Of a trainer that writes weights without the other files of a model, and removes them later."""
+        if not directory.is_absolute():
+            raise bad_field("weight_dir", "must be an absolute path of the server's machine")
+        self._check_only_gateway()
+        async with self._alone():
+            async with self._admin.uploads.writing() as upload:
+                await complete(asyncio.to_thread(_copy_weights, directory, upload))
+            served = await self._serve(upload)
+        self._weight_version = str(served.weights_version)
+        return {"message": "Weights updated", "weights_version": served.weights_version}
+
+    async def _serve(self, upload: Upload) -> admin_pb2.LoadWeightsResponse:
+        progress: list[admin_pb2.LoadWeightsResponse] = []
+        request = admin_pb2.LoadWeightsRequest(
+            source=upload.source, previous_caches=_PREVIOUS_CACHES[self._pause]
+        )
+        await self._admin.LoadWeights(request, cast("Any", _Progress(progress)))
+        return progress[-1]
 
     # The process.
 
@@ -240,6 +268,25 @@ class WeightTransfer:
             await process.end()
 
 
+async def _refuse_broadcaster(fields: Fields) -> NoReturn:
+    text = "what prime-rl broadcasts are pickles: let its trainer write files (weight_broadcast.type)"
+    raise unsupported(fields.path("host"), text)
+
+
+def _copy_weights(directory: Path, upload: Upload) -> None:
+    """Raises InvalidArgument if there are none, or too many of them; OSError."""
+    files = [*directory.glob("*.safetensors"), *directory.glob(_INDEX)]
+    size_bytes = sum(file.stat().st_size for file in files)
+    if not files:
+        raise InvalidArgument("BAD_SOURCE", "weight_dir", "there are no safetensors files")
+    if size_bytes > upload.left_bytes:
+        why = f"its files have {size_bytes} bytes, and may have {upload.left_bytes}"
+        raise InvalidArgument("BAD_WEIGHTS", "weight_dir", why)
+    require_room(upload.directory, size_bytes)
+    for file in files:
+        shutil.copyfile(file, upload.directory / file.name)
+
+
 def _write_index(path: Path, files: Mapping[str, str]) -> None:
     path.write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
 
@@ -254,7 +301,7 @@ class _Progress:
         self._messages.append(message)
 
 
-class _Call:
+class OperatorCall:
     """Answers a query and a body, which may be absent, with a value. An ASGI application."""
 
     def __init__(self, call: Callable[[Fields], Awaitable[dict[str, Any]]], bodies: BodyReader) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from kernels.cuda.experts import config_for, experts
 from kernels.cuda.variant import Variant
-from kernels.experts import experts_reference, route
+from kernels.experts import experts as experts_of_device
+from kernels.experts import route
 from tests.kernels.cuda.poison import assert_same_roundings, far_apart
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -40,7 +41,7 @@ def test_rounds_where_the_reference_does(tokens: int, dtype: torch.dtype, device
     ids, scores = route(random(tokens, 4, dtype=torch.float32, seed=3), 3, normalize=True)
     weights = gate_up.to(device), down.to(device)
     actual = experts(x.to(device), *weights, ids.to(device), scores.to(device), "silu")
-    assert_same_roundings(actual, experts_reference(x, gate_up, down, ids, scores))
+    assert_same_roundings(actual, experts_of_device(x, gate_up, down, ids, scores))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

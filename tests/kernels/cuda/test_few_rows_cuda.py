@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
-from kernels.few_rows import NormBefore, few_rows_product, few_rows_product_reference
+from kernels.few_rows import NormBefore, few_rows_product
 from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.gated_activation import Activation, gated_activation_reference
-from kernels.linear import linear_reference
+from kernels.rms_norm import rms_norm_reference
 from tests.kernels.cuda.poison import assert_same_roundings, same_bits, surrounded
 from tests.kernels.references import activated64, rms_norm64
 from tests.kernels.test_linear import sum_loss
@@ -64,7 +65,7 @@ def test_as_in_float64(
     x, weight, bias = random((rows, inputs), (outputs, inputs), (outputs,), dtype=dtype, seed=rows)
     placed = [followed_by_nan(each, device) for each in (weight, bias)]
     actual, squares = few_rows_product(surrounded(x, device), placed[0], placed[1] if biased else None, tiles)
-    expected = linear_reference(x.double(), weight.double(), bias.double() if biased else None)
+    expected = functional.linear(x.double(), weight.double(), bias.double() if biased else None)
     assert actual.dtype is dtype and squares is None
     torch.testing.assert_close(
         actual.cpu().double(), expected, rtol=DTYPES[dtype], atol=sum_loss(inputs) + 2**-25
@@ -85,7 +86,7 @@ def test_a_gate(biased: bool, activation: Activation, dtype: torch.dtype, tiles:
         activation=activation,
     )
     assert actual.shape == (5, outputs)
-    both = linear_reference(x.double(), weight.double(), bias.double() if biased else None)
+    both = functional.linear(x.double(), weight.double(), bias.double() if biased else None)
     if dtype is torch.float32:
         gate, up = both.chunk(2, dim=1)
         torch.testing.assert_close(
@@ -112,7 +113,7 @@ def test_a_residual_and_its_squares(rows: int, dtype: torch.dtype, tiles: Tiles,
         x.to(device), weight.to(device), bias.to(device), tiles, residual=placed
     )
     assert returned is placed and squares is not None
-    product = linear_reference(x.double(), weight.double(), bias.double()).to(dtype)
+    product = functional.linear(x.double(), weight.double(), bias.double()).to(dtype)
     expected = (residual.float() + product.float()).to(dtype)
     if dtype is torch.float32:
         torch.testing.assert_close(placed.cpu(), expected, rtol=1e-6, atol=sum_loss(inputs))
@@ -136,9 +137,9 @@ def test_a_norm(wide: bool, dtype: torch.dtype, tiles: Tiles, device: str) -> No
     scale = scale.float() if wide else scale
     norm = NormBefore(followed_by_nan(scale, device), EPS, followed_by_nan(squares_of(x), device))
     actual, _ = few_rows_product(surrounded(x, device), weight.to(device), None, tiles, norm=norm)
-    expected = few_rows_product_reference(x, weight.double().to(dtype), norm=(scale, EPS))
+    expected = functional.linear(rms_norm_reference(x, scale, EPS), weight.double().to(dtype))
     if dtype is torch.float32:
-        exact = linear_reference(rms_norm64(x, scale, EPS), weight.double())
+        exact = functional.linear(rms_norm64(x, scale, EPS), weight.double())
         torch.testing.assert_close(actual.cpu().double(), exact, rtol=1e-5, atol=sum_loss(inputs))
     else:
         # Of a rounding that is left out or moved, each of the products has its share.
@@ -155,7 +156,7 @@ def test_parts_of_squares_are_all_added(tiles: Tiles, device: str) -> None:
     squares[:, :2] = x.float().pow(2).sum(1) / 300
     norm = NormBefore(scale.to(device), EPS, followed_by_nan(squares, device))
     actual, _ = few_rows_product(x.to(device), weight.to(device), None, tiles, norm=norm)
-    expected = few_rows_product_reference(x, weight, norm=(scale, EPS))
+    expected = functional.linear(rms_norm_reference(x, scale, EPS), weight)
     torch.testing.assert_close(actual.cpu(), expected, rtol=2**-7, atol=2**-6)
 
 

@@ -157,7 +157,7 @@ class Settings(ExtensionSettings):
 
     def open_extension(self, config):
         extension = Extension()
-        extension.launcher = lambda config, directory, on_locked: Told(directory, 0.0, on_locked)
+        extension.launcher = lambda config, directory: Told(directory, 0.0)
         return extension
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from array import array
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,11 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.extensions.openai.choices import Choice
-from service.runtimes.answer_parts import Divider, Reading, reading_of
+from service.runtimes.answer_parts import Divider, Reading, encoded_prompt, reading_of
 from service.text.output_formats import OutputFormats, formats_of
+from tests.service.text.kinds import byte_level
 from tests.service.text.test_output_parser import BY_NAME, FRAGMENTS, THOUGHTS, TOOLS, gathered, parts_of
+from tests.service.text.test_text_model import ServedModel
 
 STOP, LENGTH = runner_pb2.FINISH_REASON_STOP, runner_pb2.FINISH_REASON_LENGTH
 
@@ -98,3 +101,46 @@ def test_what_is_no_list_of_tools(tools: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         reading_of(asked, OutputFormats())
     assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", "chat.tools_json")
+
+
+def test_schemas_of_calls_that_are_too_large_for_a_grammar() -> None:
+    """Those of functions to call; what describes these is no part of it."""
+    asked, described = item(tool_choice="TOOL_CHOICE_REQUIRED"), "a" * (1 << 16)
+    asked.chat.tools_json = json.dumps([{"function": {"name": "f", "description": described}}])
+    assert reading_of(asked, OutputFormats())[1] is not None
+    parameters = {"description": described}
+    asked.chat.tools_json = json.dumps([{"function": {"name": "f", "parameters": parameters}}])
+    with pytest.raises(InvalidArgument) as caught:
+        reading_of(asked, OutputFormats())
+    assert (caught.value.reason, caught.value.field) == ("BAD_CONSTRAINT", "chat.tools_json")
+
+
+@pytest.mark.parametrize(
+    ("context", "prompt", "thoughts"),
+    [
+        ("<think>\n", "", ""),
+        ("<think>\nSo", " it", "So it"),
+        ("<think>a</think>b", "c", None),
+        ("<think>a</think>b<think>", "c", "c"),
+        ("<think>" + "a b " * 9000, "c", "a b"),
+        # A marker that two slices have, and one that a user has written.
+        ("<think>" + "a" * 4094, "", "a"),
+        ("What is <think>?<end>", "It", None),
+    ],
+)
+async def test_thoughts_that_the_prompt_has_begun(context: str, prompt: str, thoughts: str | None) -> None:
+    """Wherever: in earlier tokens of the cache, or long ago."""
+    served, tokenizer = ServedModel(), byte_level()
+    form = THOUGHTS["think"]
+    before = array("I", tokenizer.encode(context).ids)
+    asked = runner_pb2.ExecuteItem(cache=runner_pb2.CachePrompt(token_ids=tokenizer.encode(prompt).ids))
+    for is_direct in (False, True):
+        reading = Reading(OutputFormats(None, form), form, is_direct=is_direct)
+        tokens, found = await encoded_prompt(asked, reading, served.text, max_tokens=1 << 20, context=before)
+        assert found is not None
+        added = tokenizer.decode(tokens).removeprefix(prompt)
+        if is_direct:
+            assert added == ("" if thoughts is None else "</think>\n\n")
+        else:
+            assert (added, found.is_thinking, found.goes_on) == ("", thoughts is not None, bool(thoughts))
+    served.text.close()

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2
 
 from benchmarks.checkout import ROOT
 from service.api.append_codec import done_of, last_row
+from service.caches.records import TokensAppended
 from service.caches.requests import Append, AppendKind, Truncate
 from service.errors import PositionMismatch, QuireError
 from service.runtimes.base import Batch
@@ -21,6 +23,8 @@ from service.runtimes.held_caches import HeldCache, held_cache
 from service.runtimes.held_samples import HeldSamples
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
+from service.runtimes.sample import Sample
+from service.runtimes.speculation import PromptLookup
 from tests.error_details import status_reason
 from tests.service.runtimes.test_kept_run import Reading
 from tests.service.runtimes.test_local_run import SEEDS, prepared, run_to_end
@@ -44,12 +48,13 @@ class Caller:
         cache_id: str,
         token_ids: Sequence[int],
         max_tokens: int,
-        max_draft_tokens: int = 0,
+        **spec: Any,
     ) -> None:
+        """`spec`: settings of `SampleSpec`. Without an end token among them there is none."""
         self.gateway, self.cache_id = gateway, cache_id
         self.position = len(gateway.tokens(cache_id))
         self.token_ids, self.max_tokens = list(token_ids), max_tokens
-        self.max_draft_tokens = max_draft_tokens
+        self.spec: dict[str, Any] = {"end_ids": frozenset(), **spec}
         self.received: list[int] = []
         self.reader = Reading()
         self._taken = 0
@@ -74,12 +79,7 @@ class Caller:
         held = await held_cache(self.gateway.dispatcher, prompt, None)
         whole = held.token_ids[: held.position] + type(held.token_ids)("I", prompt.token_ids)
         item = prepared("x", whole, self.max_tokens - len(self.received), max(1, n))
-        spec = replace(
-            item.spec,
-            end_ids=frozenset(),
-            context_tokens=held.position,
-            max_draft_tokens=self.max_draft_tokens,
-        )
+        spec = replace(item.spec, context_tokens=held.position, **self.spec)
         return replace(item, spec=spec, held=held, on_copies=n > 0, _output=DRAWN)
 
     def take(self, at_most: int) -> None:
@@ -123,7 +123,8 @@ async def test_broken_streams_go_on_as_one_decode_after_another(seeds: range) ->
         first = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 3]))]
         count = rng.randint(1, 12)
         expected = decodes(gateway, prompt, first, count)
-        caller = Caller(gateway, gateway.create(*prompt), first, count, rng.choice([0, 3]))
+        drafts = rng.choice([0, 3])
+        caller = Caller(gateway, gateway.create(*prompt), first, count, max_draft_tokens=drafts)
         for number in range(rng.randrange(5)):
             task = await caller.begin()
             for _ in range(rng.randrange(8)):
@@ -147,6 +148,62 @@ async def test_broken_streams_go_on_as_one_decode_after_another(seeds: range) ->
         assert gateway.tokens(caller.cache_id) == [*prompt, *first, *expected[:-1]], seed
         gateway.work()
         assert len(gateway.machine) == 1 and not gateway.machine.operations_in_flight, "copies are gone"
+
+
+class Letters:
+    """A tokenizer of which each token is a letter."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token_id) for token_id in ids)
+
+
+@SEEDS
+@pytest.mark.parametrize("is_text", [False, True], ids=["stop token", "stop text"])
+async def test_no_draft_is_appended_behind_the_end(
+    seeds: range, monkeypatch: pytest.MonkeyPatch, *, is_text: bool
+) -> None:
+    """Not for a moment: a gateway may be killed between any two records. What is resumed ends there, too."""
+    letters, accepted, before, text = Letters(), False, 4, list[int]()
+
+    def right(lookup: PromptLookup, length: int) -> Sequence[int]:
+        known = len(lookup.token_ids) - before
+        return text[known : known + length]
+
+    monkeypatch.setattr(PromptLookup, "draft", right)
+    for seed in seeds:
+        rng = random.Random(seed)
+        gateway = Gateway(pool=Pool(100))
+        prompt = [rng.randrange(VOCAB) for _ in range(3)]
+        text = decodes(gateway, prompt, [4], 20)
+        # The first draft is made behind the second token, and has four.
+        end = rng.randint(3, 6)
+        ends: dict[str, Any] = {"end_ids": frozenset(text[end : end + 1])}
+        if is_text:
+            ends = {"stops": (letters.decode(text[end - 1 : end + 1]),), "tokenizer": letters}
+            end = letters.decode(text).index(ends["stops"][0]) + 1
+        else:
+            end = text.index(text[end])
+        caller = Caller(gateway, gateway.create(*prompt), [4], 20, max_draft_tokens=8, **ends)
+        whole, task = [*prompt, 4, *text[:end]], await caller.begin()
+        for _ in range(rng.choice([3, 4, 5, 6, 1000])):
+            if task.done():
+                break
+            gateway.work()
+            held = gateway.tokens(caller.cache_id)
+            assert held == whole[: len(held)], "nothing behind the end"
+            for _ in range(12):
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        # A stop text is found if no part of it was received before.
+        caller.take(rng.randrange(max(1, end)))
+        await caller.finish(await caller.begin())
+        appends = [each for each in gateway.disk.written if isinstance(each, TokensAppended)]
+        accepted |= any(each.accept and len(each.token_ids) > 1 for each in appends)
+        assert caller.received == text[: end + 1] and gateway.tokens(caller.cache_id) == whole
+        last = caller.chunks[-1]
+        assert last.finish_reason == runner_pb2.FINISH_REASON_STOP and last.kv_cache.seq_len == len(whole)
+    assert accepted, "drafts that are right"
 
 
 async def test_tokens_of_another_caller_are_not_taken_for_generated_ones() -> None:
@@ -259,8 +316,18 @@ def more_is_appended_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeldSamples, "most_prelaunched", lambda *_: 16)
 
 
+def a_draft_goes_on_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sample, "before_end", lambda _, draft: draft)
+
+
 @pytest.mark.parametrize(
-    "plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early, more_is_appended_than_may_be]
+    "plant",
+    [
+        tokens_ahead_are_trusted,
+        the_copy_is_left_too_early,
+        more_is_appended_than_may_be,
+        a_draft_goes_on_behind_the_end,
+    ],
 )
 async def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -268,6 +335,7 @@ async def test_a_planted_bug_is_found(
     async def both() -> None:
         await test_tokens_of_another_caller_are_not_taken_for_generated_ones()
         await test_broken_streams_go_on_as_one_decode_after_another(range(16))
+        await test_no_draft_is_appended_behind_the_end(range(16), monkeypatch, is_text=True)
 
     plant(monkeypatch)
     with pytest.raises(AssertionError):

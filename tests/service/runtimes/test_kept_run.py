@@ -140,7 +140,7 @@ async def test_a_slow_reader_does_not_let_the_caches_of_a_kept_batch_expire() ->
     while not task.done():
         # The reader pauses for longer than keep_s.
         world.gateway.wait(10)
-        world.gateway.dispatcher.expire()
+        world.gateway.dispatcher.expire(list(world.gateway.machine.index))
         await world.step()
     await task
     for item in world.items:

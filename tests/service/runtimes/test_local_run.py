@@ -294,7 +294,7 @@ async def test_samples_are_complete_and_nothing_leaks_under_faults(seeds: range)
         # Kept caches stay until their lease ends.
         for _ in range(3):
             world.gateway.wait(2000)
-            world.gateway.dispatcher.expire()
+            world.gateway.dispatcher.expire(list(world.gateway.machine.index))
             world.gateway.work()
         machine = world.gateway.machine
         assert not len(machine) and not machine.operations_in_flight and not machine.num_parked, seed

@@ -55,6 +55,23 @@ def test_a_stop_text_of_several_tokens_ends_a_sample_with_its_last_one(name: str
     assert "".join(chunk.text for chunk in chunks) == text[:begin]
 
 
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "metaspace"])
+@given(data=st.data())
+def test_a_draft_ends_before_the_token_that_ends_the_sample(name: str, data: st.DataObject) -> None:
+    tokenizer = kind(name)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=20))
+    text = tokenizer.decode(ids) or "x"
+    begin = data.draw(st.integers(0, len(text) - 1))
+    stop = text[begin : data.draw(st.integers(begin + 1, len(text)))]
+    made = spec(name, [stop, END] if data.draw(st.booleans()) else [stop])
+    end = next((n for n, chunk in enumerate(run(made, ids)) if chunk.finish_reason and chunk.token_ids), None)
+    sample = Sample(made, 0)
+    for position, token_id in enumerate(ids[:end]):
+        assert sample.before_end(ids[position:]) == ids[position:end]
+        # It has changed nothing.
+        assert not sample.take(token_id).finish_reason
+
+
 def test_an_incomplete_character_is_no_stop_text() -> None:
     chunks = list(run(spec("byte_level", ["\ufffd"]), kind("byte_level").encode("\u20ac").ids))
     assert "".join(chunk.text for chunk in chunks) == "\u20ac" and not chunks[-1].stop

@@ -71,16 +71,16 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
     drafter = Drafter([1, 2, 3], 15)
     for _ in range(40):
         if drafter.draft(15):
-            drafter.verified(2, 0, 2.0)
+            drafter.stepped(2, 1, 2.0)
         else:
-            drafter.decoded(1.0)
+            drafter.stepped(0, 1, 1.0)
     for _ in range(200):
         for token_id in (7, 8, 9, 10):
             drafter.push(token_id)
             if draft := drafter.draft(15):
-                drafter.verified(len(draft), len(draft), 1.5)
+                drafter.stepped(len(draft), 1 + len(draft), 1.5)
             else:
-                drafter.decoded(1.0)
+                drafter.stepped(0, 1, 1.0)
     assert drafter.expects_draft and len(drafter.draft(15)) == 15
     assert drafter.accepted > 400
 
@@ -91,11 +91,11 @@ def test_a_draft_model_that_has_nothing_to_say_is_asked_ever_less_often() -> Non
         assert not drafter.draft(15)
         if wanted := drafter.wanted(15):
             asked += 1
-            drafter.offer((), wanted)
+            drafter.stepped(0, 1, 1.0, wanted=wanted)
         else:
             # Before it is asked again, nothing is prelaunched.
             is_next = drafter.expects_draft
-            drafter.decoded(1.0)
+            drafter.stepped(0, 1, 1.0)
             assert is_next == (drafter.wanted(15) > 0)
     # Eight times before each pause, which are of 16, 32, 64, ... tokens.
     assert 8 * 6 <= asked <= 8 * 8
@@ -104,15 +104,14 @@ def test_a_draft_model_that_has_nothing_to_say_is_asked_ever_less_often() -> Non
 def test_what_a_draft_model_has_offered_is_verified_next_or_never() -> None:
     drafter = Drafter([1], 15, has_model=True)
     assert not drafter.wanted(15), "the time of a plain step is not known"
-    drafter.decoded(1.0)
+    drafter.stepped(0, 1, 1.0)
     assert drafter.wanted(15) == 4 and drafter.wanted(2) == 2 and drafter.wanted(-1) == 0
-    drafter.offer([7, 8, 9, 10], 4)
+    drafter.stepped(0, 1, 1.0, wanted=4, offered=[7, 8, 9, 10])
     assert list(drafter.draft(15)) == [7, 8, 9, 10] and list(drafter.draft(2)) == [7, 8]
-    drafter.verified(4, 0, 1.2)
-    drafter.offer([5, 6], 2)
+    drafter.stepped(4, 1, 1.2, wanted=2, offered=[5, 6])
     assert not drafter.draft(15), "the last did not pay off"
     for _ in range(16):
-        drafter.decoded(1.0)
+        drafter.stepped(0, 1, 1.0)
     assert drafter.wanted(15) and not drafter.draft(15), "they were for another place"
 
 
@@ -127,20 +126,14 @@ def test_bad_drafts_cost_a_fiftieth_of_the_time_at_most(
 ) -> None:
     drafter, tokens, took_s, verified = Drafter([1], 15, has_model=has_model), 0, 0.0, 0
     while tokens < 10_000:
-        kept, step_s, wanted = 1, 1.0, drafter.wanted(15)
+        drafted, kept, step_s, wanted = 0, 1, 1.0, drafter.wanted(15)
         # The draft model's tokens, or those of a text that repeats itself: how many are right is given.
         if drafter.most(15) and (draft := drafter.draft(15) if has_model else [1] * drafter.most(15)):
             most, step_s = tries[verified % len(tries)]
-            accepted = min(most, len(draft))
-            drafter.verified(len(draft), accepted, step_s)
-            drafter.offer([1] * wanted, wanted)
-            kept, verified = 1 + accepted, verified + 1
+            drafted, kept, verified = len(draft), 1 + min(most, len(draft)), verified + 1
         elif wanted:
             step_s = 1.5
-            drafter.asked(step_s)
-            drafter.offer([1] * wanted, wanted)
-        else:
-            drafter.decoded(step_s)
+        drafter.stepped(drafted, kept, step_s, wanted=wanted, offered=[1] * wanted)
         tokens, took_s = tokens + kept, took_s + step_s
     # A decode takes a second. Tries since the last pause are not made up for yet.
     assert took_s <= 1.02 * tokens + 40

@@ -14,7 +14,7 @@ from quire.v1 import runner_pb2
 from service.errors import InvalidArgument
 from service.extensions.providers.dialects.base import parsed_json
 from service.text import bounded_json
-from service.text.bounded_json import MAX_BYTES, MAX_VALUES, check_chat, count_in_slices, parse
+from service.text.bounded_json import MAX_BYTES, MAX_VALUES, check_chat, count_in_slices, parse, tools_of
 
 # Repeated, each costs Python's parser 250 ms or more, and hundreds of MiB.
 HOSTILE = ["[],", "{},", '"",', '{"a":"b"},', "1,"]
@@ -88,6 +88,15 @@ def test_too_many_values_are_not_parsed(parse_field: Callable[[str, str, str], A
     assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", "chat.tools_json")
     with pytest.raises(InvalidArgument, match="too large"):
         parse_field('"' + "a" * MAX_BYTES + '"', "BAD_CHAT", "chat.tools_json")
+
+
+@pytest.mark.usefixtures("no_parsing")
+@pytest.mark.parametrize("tools", ['["' + "a" * (1 << 18) + '"]', "[" + "{}," * 20_000 + "{}]"], ids=range(2))
+def test_tools_have_narrower_limits(tools: str) -> None:
+    """They are changed and written again before a model is shown them."""
+    with pytest.raises(InvalidArgument, match="too large") as caught:
+        tools_of(runner_pb2.Chat(tools_json=tools))
+    assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", "chat.tools_json")
 
 
 def test_ordinary_json_is_parsed() -> None:

@@ -1,1 +1,1 @@
-"""What a config.json says of quantised weights, a file for each method. Knows no tensors, loads no torch."""
+"""What a config.json says of quantised weights. Knows no tensors, loads no torch."""

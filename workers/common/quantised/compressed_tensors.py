@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from workers.common.patterns import Patience
-from workers.common.quantised.fp8 import read_block
 from workers.common.quantised.scheme import (
     Layout,
     Names,
     NotUnderstood,
     Quantisation,
     Scheme,
+    block_sizes,
     boolean,
     group_size,
     integer,
@@ -92,7 +92,7 @@ def _floats(weights: Mapping[str, object], layout: Layout) -> Scheme:
     one_of(weights, "num_bits", 8)
     one_of(weights, "symmetric", True, default=True)
     strategy = one_of(weights, "strategy", "tensor", "channel", "block", default="tensor")
-    block = read_block(weights, "block_structure") if strategy == "block" else None
+    block = block_sizes(weights, "block_structure") if strategy == "block" else None
     if strategy == "block" and block is None:
         raise NotUnderstood("block_structure: is needed")
     return Scheme(layout, 8, block=block)

@@ -1,26 +1,129 @@
-"""Finds what a config.json says of quantised weights."""
+"""What a config.json says of quantised weights, by the method that has quantised them.
+
+The tensors say which modules are quantised, so what settings such as `modules_to_not_convert` leave out is
+not read, but of compressed-tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from workers.common.quantised import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
-from workers.common.quantised.scheme import NotUnderstood, Quantisation, shown
+from workers.common.quantised import compressed_tensors
+from workers.common.quantised.scheme import (
+    NO_NAMES,
+    Layout,
+    NotUnderstood,
+    Quantisation,
+    Scheme,
+    block_sizes,
+    boolean,
+    group_size,
+    integer,
+    one_of,
+    shown,
+)
 
 SETTING: Final = "quantization_config"
 # Where else a config may say it: an older spelling of compressed-tensors, and MLX.
 _OTHER_SETTINGS: Final = ("compression_config", "quantization")
 _TEXT: Final = "text_config"
+
+BITSANDBYTES: Final = "bitsandbytes"
+MXFP4: Final = "mxfp4"
+_DTYPE_OF_INPUTS = "{}: inputs of projections keep the model's dtype: it is finer"
+_BYTES_OF_INPUTS = "inputs of projections have 8 bits in groups of 32, whatever the config says of computing"
+# Which GPTQ checkpoints have zero points that are less by one, as the first version of the format has them.
+_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+# Of GPTQ's `dynamic`, what leaves a module out.
+_LEFT_OUT = "-:"
+_SETTINGS_OF_MXFP4 = {"quant_method", "modules_to_not_convert", "dequantize"}
+
+
+def _awq(settings: Mapping[str, object]) -> Quantisation:
+    """As AutoAWQ writes it ("gemm"): integers of 4 bits, a scale and a zero point for a group of inputs."""
+    version = settings.get("version") or settings.get("format")
+    version = version.lower() if isinstance(version, str) else version
+    one_of({"version": version}, "version", "gemm", default="gemm")
+    one_of(settings, "bits", 4, default=settings.get("w_bit"))
+    one_of(settings, "zero_point", True, default=True)
+    name = "group_size" if "group_size" in settings else "q_group_size"
+    scheme = Scheme(Layout.AWQ, 4, group_size(settings, name), has_zeros=True)
+    return Quantisation("awq", [(None, scheme)], NO_NAMES)
+
+
+def _bitsandbytes(settings: Mapping[str, object]) -> Quantisation:
+    """Values of 4 bits in a table (NF4, FP4), or of 8 bits with a scale for a row (LLM.int8).
+
+    Types and blocks are known by the tensors.
+    """
+    four = boolean(settings, "load_in_4bit", default=False)
+    if four == boolean(settings, "load_in_8bit", default=False):
+        raise NotUnderstood("load_in_4bit: either this or load_in_8bit must be true")
+    if four:
+        one_of(settings, "bnb_4bit_quant_type", "fp4", "nf4", default="fp4")
+    scheme = Scheme(Layout.TABLE if four else Layout.ROWS_OF_BYTES, 4 if four else 8)
+    return Quantisation(BITSANDBYTES, [(None, scheme)], NO_NAMES, (_BYTES_OF_INPUTS,))
+
+
+def _fp8(settings: Mapping[str, object]) -> Quantisation:
+    """8-bit floats (e4m3) with scales for blocks (DeepSeek, Qwen), or for matrices."""
+    one_of(settings, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    one_of(settings, "scale_fmt", "float", "ue8m0", default="float")
+    one_of(settings, "activation_scheme", "dynamic", "static", default="dynamic")
+    scheme = Scheme(Layout.FLOAT8, 8, block=block_sizes(settings, "weight_block_size"))
+    return Quantisation("fp8", [(None, scheme)], NO_NAMES, (_DTYPE_OF_INPUTS.format("activation_scheme"),))
+
+
+def _fbgemm_fp8(settings: Mapping[str, object]) -> Quantisation:
+    """8-bit floats with scales for rows."""
+    limit = "activation_scale_ub"
+    notes = (_DTYPE_OF_INPUTS.format(limit),) if limit in settings else ()
+    return Quantisation("fbgemm_fp8", [(None, Scheme(Layout.FLOAT8, 8))], NO_NAMES, notes)
+
+
+def _gptq(settings: Mapping[str, object]) -> Quantisation:
+    """As AutoGPTQ and GPTQModel write it: integers of 4 or 8 bits with a scale for each group of inputs."""
+    form = one_of(settings, "checkpoint_format", *_ZERO_OFFSETS, default=settings.get("format") or "gptq")
+    one_of(settings, "pack_dtype", "int32", default="int32")
+    one_of(settings, "is_marlin_format", False, default=False)
+    if settings.get("adapter"):
+        raise NotUnderstood("adapter: adapters inside of a model are not supported")
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(name.startswith(_LEFT_OUT) for name in dynamic):
+        raise NotUnderstood(f"dynamic: must only leave modules out, got {shown(dynamic)}")
+    bits = integer(settings, "bits")
+    if bits not in (4, 8):
+        raise NotUnderstood(f"bits: must be 4 or 8, got {bits}")
+    scheme = Scheme(
+        Layout.GPTQ,
+        bits,
+        group_size(settings),
+        has_zeros=not boolean(settings, "sym", default=True),
+        zero_offset=_ZERO_OFFSETS[str(form)],
+        has_order=boolean(settings, "desc_act", default=False),
+    )
+    return Quantisation("gptq", [(None, scheme)], NO_NAMES)
+
+
+def _mxfp4(settings: Mapping[str, object]) -> Quantisation:
+    """As gpt-oss has it: 4-bit floats in groups of 32 inputs, each with a power of two as its scale."""
+    for name in settings.keys() - _SETTINGS_OF_MXFP4:
+        if settings[name]:
+            raise NotUnderstood(f"{name}: is not known, got {shown(settings[name])}")
+    return Quantisation(MXFP4, [], NO_NAMES)
+
+
 METHODS: Final[Mapping[str, Callable[[Mapping[str, object]], Quantisation]]] = {
-    "awq": awq.read,
-    bitsandbytes.BITSANDBYTES: bitsandbytes.read,
+    "awq": _awq,
+    BITSANDBYTES: _bitsandbytes,
     "compressed-tensors": compressed_tensors.read,
-    "fbgemm_fp8": fp8.read_fbgemm,
-    "fp8": fp8.read,
-    "gptq": gptq.read,
-    mxfp4.MXFP4: mxfp4.read,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    MXFP4: _mxfp4,
 }
+"""Each raises NotUnderstood."""
 
 
 def read_quantisation(settings: Mapping[str, object]) -> Quantisation | None:

@@ -178,3 +178,14 @@ def group_size(settings: Mapping[str, object], name: str = "group_size") -> int:
     if size != -1 and not 0 < size < 1 << 24:
         raise NotUnderstood(f"{name}: must be -1 or positive, got {shown(size)}")
     return max(size, 0)
+
+
+def block_sizes(settings: Mapping[str, object], name: str) -> tuple[int, int] | None:
+    """The outputs and inputs of a block. Raises NotUnderstood."""
+    value = settings.get(name)
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 1 << 24 for size in sizes):
+        raise NotUnderstood(f"{name}: must be two positive integers, got {shown(value)}")
+    return sizes[0], sizes[1]

@@ -52,7 +52,6 @@ class LatentParts(StoredTensor):
             yield head * (self.shape[0] // heads), torch.cat([keys.t(), values])
 
     def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`."""
         for part in (self._keys, self._values):
             yield f"{part.dtype} {part.shape}\n".encode()
             yield from part.samples()

@@ -180,7 +180,6 @@ class GatheredModel(LibraryModel):
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
-        """See `LibraryModel`."""
         wanted = inputs.wanted_rows.tolist()
         starts = list(accumulate(inputs.attention.query_lens, initial=0))
         found: list[torch.Tensor] = []

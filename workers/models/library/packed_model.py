@@ -57,7 +57,6 @@ class PackedModel(LibraryModel):
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
-        """See `LibraryModel`."""
         attention = PagedAttention(inputs, kv, self._calls)
         rows = {"logits_to_keep": inputs.wanted_rows} if self._takes_rows else {}
         self._set_handler(attention)

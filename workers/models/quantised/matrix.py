@@ -127,7 +127,6 @@ class QuantisedMatrix(StoredTensor):
 
     @property
     def form(self) -> WeightFormat:
-        """See `StoredTensor`."""
         return self._form
 
     @property
@@ -136,7 +135,6 @@ class QuantisedMatrix(StoredTensor):
         return self._form.name
 
     def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`."""
         for entry in self.entries:
             yield f"{entry.name.rpartition('.')[2]} {entry.dtype} {entry.shape}\n".encode()
             yield from entry.samples()

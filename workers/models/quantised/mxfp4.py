@@ -57,7 +57,6 @@ class Mxfp4Matrix(StoredTensor):
             yield first, torch.cat([exponents[:, :, None], low | high << 4], dim=2).flatten(1)
 
     def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`."""
         yield from self._blocks.samples()
         yield from self._scales.samples()
 
@@ -90,7 +89,6 @@ class Mxfp4Experts(StoredTensor):
         raise NotImplementedError
 
     def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`."""
         yield from self._blocks.samples()
         yield from self._scales.samples()
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from workers.common.quantised.bitsandbytes import BITSANDBYTES
-from workers.common.quantised.mxfp4 import MXFP4
+from workers.common.quantised.methods import BITSANDBYTES, MXFP4
 from workers.common.quantised.scheme import Layout, Quantisation, Scheme
 from workers.models.checkpoint import StoredTensor, TensorEntry
 from workers.models.errors import ModelError

@@ -79,16 +79,18 @@ def test_a_trace_runs_at_its_times(load: Callable[..., dict[str, Any]], tmp_path
     assert run["requests"] == {"begun": 20, "done": 20, "failed": 0, "unfinished": 0, "cut_off": 0}
 
 
-def test_a_sweep_is_a_run_for_each_rate(
-    load: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+def test_a_sweep_is_a_run_for_each_rate_and_a_page(
+    load: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    page = tmp_path / "page.html"
     lengths = ("--prompt-tokens", "64", "--output-tokens", "3")
-    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", *SHORT)
+    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
     assert [run["pace"]["rate"] for run in document["runs"]] == [20, 40]
     for run in document["runs"]:
         assert run["goodput"]["share"] == 1
         assert run["tbt_ms"]["count"] == 2 * run["requests"]["done"], "outputs have the length"
         assert not run["server"]["prefix_hit_share"], "prompts are not those of another run"
+    assert "requests/s asked" in page.read_text()
     printed = capsys.readouterr()
     assert "40 requests/s, poisson" in printed.out and "to first token" in printed.out
 

@@ -1,18 +1,21 @@
-"""Figures against what a plain computation says, and what is said of them."""
+"""Figures against what a plain computation says, and how they are told and shown."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+import re
 import statistics
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.measuring import CUT_OFF, UNFINISHED, ProcessLoad, Record
+from quire.cli.load.report import page
 from quire.cli.load.run_spec import Bounds
 from quire.cli.load.server_watch import Reading
 from quire.cli.load.verdict import remarks
@@ -140,6 +143,7 @@ def test_a_run_without_anything_has_figures_too() -> None:
     assert found["goodput"]["share"] is None
     said = remarks(found, max_lateness_ms=10, is_open=True, is_local=True)
     assert [remark.who for remark in said] == ["note"]
+    assert "nothing was measured" in page(document(found))
 
 
 def test_a_busy_client_process_is_named() -> None:
@@ -164,3 +168,23 @@ def steady(seed: int) -> list[Record]:
         record.end_s = at_s
         records.append(record)
     return records
+
+
+def document(run: dict[str, Any], **about: Any) -> dict[str, Any]:
+    known = {
+        "taken_at": "2030-01-01T00:00:00+00:00", "target": "here", "model": "m", "dtype": "float32",
+        "device": "cpu", "server_version": "1", "client": "c", "mode": "unary", "batch": 1, "processes": 1,
+        "seed": 0, "prompt_tokens": "10", "output_tokens": "3", "shared_prefix_tokens": "0",
+        "shared_prefixes": 1, "max_lateness_ms": 10.0,
+    }  # fmt: skip
+    pace = {"rate": 100.0, "arrivals": "poisson", "callers": None}
+    whole = {"pace": pace, "interrupted": False, "remarks": []} | run
+    return {"format": "quire-load-1", "about": known | about, "runs": [whole]}
+
+
+def test_the_page_escapes_what_it_names_and_needs_nothing_else() -> None:
+    found = figures(Measured(0, 10, steady(1), [ProcessLoad()]), Bounds())
+    text = page(document(found, model="<script>alert(1)</script>"))
+    assert text.count("<svg") == text.count("</svg>") >= 4
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert not re.search("src=|href=", text) and "nan" not in text.lower()

@@ -24,6 +24,7 @@ from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
 from quire.cli.load.processes import ClientProcesses
 from quire.cli.load.progress import ProgressLine
+from quire.cli.load.report import page
 from quire.cli.load.run_spec import RunSpec
 from quire.cli.load.server_watch import ServerWatch
 from quire.cli.load.summary import pace_words, print_summary
@@ -40,9 +41,10 @@ _LOCAL = ("127.", "localhost", "[::1]", "unix:")
 def load(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status. Raises CommandFailed and OSError."""
     spec = RunSpec.of(options)
-    if spec.out is not None:
+    for path in (spec.out, spec.report):
         # Detect an unwritable file before the run.
-        spec.out.touch()
+        if path is not None:
+            path.touch()
     with connected(options) as client:
         info, capabilities = when_ready(client, client.model_info), client.capabilities()
     try:
@@ -100,6 +102,8 @@ async def _main(
     print_summary(document)
     if spec.out is not None:
         spec.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if spec.report is not None:
+        spec.report.write_text(page(document), encoding="utf-8")
     is_whole = not interrupts.stopped.is_set()
     return 0 if is_whole and all(run["requests"]["done"] for run in runs) else 1
 

@@ -90,3 +90,4 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     flag("--slo-tbt-ms", _above_zero, "MS", "and no gap between two messages with tokens is longer")
     flag("--slo-tpot-ms", _above_zero, "MS", "and its mean time per token after the first is at most MS")
     flag("--out", str, "FILE", "write the results as JSON, with their course over time")
+    flag("--report", str, "FILE", "write an HTML page with plots")

@@ -44,6 +44,7 @@ class RunSpec:
     max_lateness_ms: float
     bounds: Bounds
     out: Path | None
+    report: Path | None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> RunSpec:
@@ -73,6 +74,7 @@ class RunSpec:
             max_lateness_ms=options.max_lateness_ms,
             bounds=Bounds(options.slo_ttft_ms, options.slo_tbt_ms, options.slo_tpot_ms),
             out=Path(options.out) if options.out else None,
+            report=Path(options.report) if options.report else None,
         )
 
     def fitting(self, room_tokens: int) -> Workload:

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_LATENCIES = {
+LATENCIES = {
     "ttft_ms": "to first token",
     "tbt_ms": "between tokens",
     "tpot_ms": "time per token",
     "e2e_ms": "whole request",
 }
-_PERCENTILES = ("mean", "p50", "p90", "p99", "max")
+PERCENTILES = ("mean", "p50", "p90", "p99", "max")
 _RATES = {
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "output tokens/s",
@@ -32,7 +32,7 @@ def pace_words(pace: dict[str, Any], *, short: bool = False) -> str:
         return f"{pace['callers']} caller{'s' if pace['callers'] > 1 else ''}"
     if pace["rate"] is None:
         return "at the trace's times"
-    return f"{_number(pace['rate'])}{'/s' if short else ' requests/s, ' + pace['arrivals']}"
+    return f"{number(pace['rate'])}{'/s' if short else ' requests/s, ' + pace['arrivals']}"
 
 
 def _plain_console() -> Console:
@@ -43,8 +43,8 @@ def _plain_console() -> Console:
     return console
 
 
-def _number(value: float | None) -> str:
-    """A _number with three significant digits."""
+def number(value: float | None) -> str:
+    """A number with three significant digits."""
     if value is None:
         return "-"
     if abs(value) >= 1000:
@@ -53,12 +53,12 @@ def _number(value: float | None) -> str:
     return "0" if abs(value) < 5e-4 else text if "e" not in text else f"{value:.4f}"
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
     """A share as a percentage."""
     return "-" if share is None else f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
 
 
-def _facts(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def facts(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Names and values of the other results, besides the latencies."""
     requests = run["requests"]
     parts = [f"{requests['done']} done of {requests['begun']}"]
@@ -67,32 +67,32 @@ def _facts(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ]
     yield "requests", ", ".join(parts)
     for name, label in _RATES.items():
-        yield label, _number(run["throughput"][name])
+        yield label, number(run["throughput"][name])
     if (goodput := run["goodput"]) is not None:
         bounds = [
-            f"{n} ≤ {_number(goodput[k])} ms"
+            f"{n} ≤ {number(goodput[k])} ms"
             for k, n in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("tpot_ms", "TPOT"))
             if goodput[k]
         ]
-        rate = _number(goodput["good_requests_per_s"])
-        yield "goodput", f"{rate} requests/s, {_percent(goodput['share'])} with {' and '.join(bounds)}"
+        rate = number(goodput["good_requests_per_s"])
+        yield "goodput", f"{rate} requests/s, {percent(goodput['share'])} with {' and '.join(bounds)}"
     yield from ((f"error {reason}", str(count)) for reason, count in run["errors"].items())
     if (server := run["server"]) is not None:
         yield (
             "server: items in a step",
-            f"{_number(server['mean_batch'])}, at most {_number(server['largest_batch'])}",
+            f"{number(server['mean_batch'])}, at most {number(server['largest_batch'])}",
         )
-        used = f"{_percent(server['occupancy_mean'])}, at most {_percent(server['occupancy_max'])}"
+        used = f"{percent(server['occupancy_mean'])}, at most {percent(server['occupancy_max'])}"
         yield "server: pages in use", used
         if server["prefix_hit_share"]:
-            yield "server: prompt tokens reused", _percent(server["prefix_hit_share"])
+            yield "server: prompt tokens reused", percent(server["prefix_hit_share"])
         yield from ((f"server: refused {reason}", str(count)) for reason, count in server["refusals"].items())
     client = run["client"]
     late, processes = client["lateness_ms"], client["processes"]
     lag_ms = max((p["lag_ms"].get("p99", 0.0) for p in processes), default=0.0)
     cpu = max((p["cpu"] for p in processes), default=0.0)
-    yield "client: sent late by", f"p99 {_number(late.get('p99'))} ms, max {_number(late.get('max'))} ms"
-    yield "client: busiest process", f"{_percent(cpu)} of a core, event loop late by p99 {_number(lag_ms)} ms"
+    yield "client: sent late by", f"p99 {number(late.get('p99'))} ms, max {number(late.get('max'))} ms"
+    yield "client: busiest process", f"{percent(cpu)} of a core, event loop late by p99 {number(lag_ms)} ms"
 
 
 def print_summary(document: dict[str, Any]) -> None:
@@ -122,13 +122,13 @@ def _table_of(*names: str) -> Table:
 
 
 def _print_run(console: Console, run: dict[str, Any]) -> None:
-    table = _table_of("ms", *_PERCENTILES)
-    for name, label in _LATENCIES.items():
-        cells = [_number(run[name].get(p)) for p in _PERCENTILES]
+    table = _table_of("ms", *PERCENTILES)
+    for name, label in LATENCIES.items():
+        cells = [number(run[name].get(p)) for p in PERCENTILES]
         table.add_row(label, *cells)
     console.print(table)
     rest = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in _facts(run):
+    for label, value in facts(run):
         rest.add_row(Text(escaped(label), "dim"), Text(escaped(value)))
     console.print(rest)
     for remark in run["remarks"]:
@@ -138,9 +138,9 @@ def _print_run(console: Console, run: dict[str, Any]) -> None:
 def _sweep(runs: list[dict[str, Any]]) -> Table:
     table = _table_of("pace", "requests/s", "tokens/s", "TTFT p50", "p99", "TBT p50", "p99", "good", "lost")
     for run in runs:
-        latencies = [_number(run[name].get(p)) for name in ("ttft_ms", "tbt_ms") for p in ("p50", "p99")]
-        good = _percent(run["goodput"]["share"]) if run["goodput"] else "-"
-        rates = [_number(run["throughput"][name]) for name in ("requests_per_s", "output_tokens_per_s")]
+        latencies = [number(run[name].get(p)) for name in ("ttft_ms", "tbt_ms") for p in ("p50", "p99")]
+        good = percent(run["goodput"]["share"]) if run["goodput"] else "-"
+        rates = [number(run["throughput"][name]) for name in ("requests_per_s", "output_tokens_per_s")]
         lost = run["requests"]["failed"] + run["requests"]["unfinished"]
         table.add_row(pace_words(run["pace"], short=True), *rates, *latencies, good, str(lost))
     return table

@@ -358,7 +358,7 @@ export type AnswerParts = Message<"quire.v1.AnswerParts"> & {
   singleCall: boolean;
 
   /**
-   * As Chat.tools_json, for prompts that are no chat. Empty: those of the chat.
+   * As Chat.tools_json, for prompts of tokens, which show them. Empty: those of the chat. Beside a text: BAD_TOOL_CHOICE.
    *
    * @generated from field: string tools_json = 4;
    */
@@ -485,16 +485,17 @@ export type Chat = Message<"quire.v1.Chat"> & {
 
   /**
    * Tools that the model may call, as a JSON list of {"type": "function", "function": {...}}, as in the OpenAI API.
-   * At most 2 MiB and 262,144 values (a string, list or object counts as 8), together with all `arguments_json` of
-   * the messages. Refused if the model's chat template does not render tools.
+   * At most 256 KiB and 131,072 values (a string, list or object counts as 8). Refused if the model's chat template does
+   * not render tools.
    *
    * @generated from field: string tools_json = 3;
    */
   toolsJson: string;
 
   /**
-   * Further variables for the chat template, as a JSON object such as {"enable_thinking": false}. Limited together with
-   * `tools_json`. Providers refuse this and the two fields below.
+   * Further variables for the chat template, as a JSON object such as {"enable_thinking": false}. At most 2 MiB and 262,144
+   * values, together with `tools_json` and all `arguments_json` of the messages. Providers refuse this and the two fields
+   * below.
    *
    * @generated from field: string variables_json = 4;
    */
@@ -600,7 +601,7 @@ export type ToolCall = Message<"quire.v1.ToolCall"> & {
   name: string;
 
   /**
-   * In a request, limited together with the chat's `tools_json`. Empty or null: no arguments, {}. A chat template gets
+   * In a request, limited together with the chat's `variables_json`. Empty or null: no arguments, {}. A chat template gets
    * the value, or this text if it fails with the value.
    *
    * @generated from field: string arguments_json = 4;

@@ -1,30 +1,112 @@
-"""Layers that scan a state of each head: Mamba 1 and 2, and the gated delta rule.
+"""Layers with recurrent states: short convolutions, Mamba 1 and 2, and the gated delta rule.
 
 Dimension letters: as in `kernels.mamba1`, `kernels.mamba2` and `kernels.gated_delta`; D width of the
-convolution.
+convolution; T tokens of the batch; C hidden width; P the width of projected rows, and I that of mixed ones.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from kernels.gated_delta import GatedDeltaWeights, gated_delta
+from kernels.linear import DenseWeight
 from kernels.mamba1 import Mamba1Weights, mamba1
 from kernels.mamba2 import Mamba2Weights, mamba2
 from kernels.rms_norm import rms_norm
-from kernels.short_conv import silu_conv
+from kernels.short_conv import short_conv, silu_conv
 from workers.kv.state_tensors import StateShape
-from workers.models.layers import ForwardContext
-from workers.models.recurrent_mixer import RecurrentMixer
+from workers.models.layers import Attention, Body, ForwardContext, Projected, Several
+from workers.models.linear import Linear, LoadTarget
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config
 
 # What the names of parameters of decays begin with in Kimi Linear.
 FORGET = "forget_gate."
+
+
+class RecurrentMixer(Projected):
+    """A layer with a recurrent state in place of attention, or beside it.
+
+    Attributes:
+        states: Which tensors of the state are its own. The decoder says it.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        into: Linear,
+        output: Linear,
+        parameters: Mapping[str, torch.Tensor],
+        within: Mapping[str, Linear],
+        is_last: bool,
+    ) -> None:
+        """Take ownership of parameters.
+
+        Args:
+            place: What the names of all begin with in a layer of a checkpoint.
+            into: [P, C].
+            output: [C, I].
+            parameters: The others, in the shapes and under the names of a checkpoint, without `place`.
+            within: Projections that `mix` needs, by their names in a checkpoint.
+            is_last: See `Projected`.
+        """
+        super().__init__(place, into, output, within.values(), is_last=is_last)
+        self.states = range(0)
+        self.parameters, self.within = parameters, within
+
+    @property
+    @abstractmethod
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of a sequence."""
+
+    @abstractmethod
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
+        """[T, P] -> [T, I]. Mutates `states`, which have these shapes for each slot: writes what is kept."""
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        yield from super().targets(prefix)
+        for name, tensor in self.parameters.items():
+            yield f"{prefix}{self.place}{name}", LoadTarget(DenseWeight(tensor), tuple(tensor.shape))
+
+    def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """See `Projected`. Writes the states that are kept."""
+        assert context.kv.states is not None
+        states = [context.kv.states.tensors[index] for index in self.states]
+        return self.mix(projected, states, context)
+
+
+class ShortConv(RecurrentMixer):
+    """Its parameters: conv.weight [C, 1, L], and conv.bias [C] if there is one. Rows of 3 * C become C."""
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """The last gated inputs."""
+        weight = self.parameters["conv.weight"]
+        width, _, length = weight.shape
+        return (StateShape((length - 1, width), weight.dtype),)
+
+    @cached_property
+    def taps(self) -> torch.Tensor:
+        """The filled weight [L, C], as the kernels read it."""
+        return self.parameters["conv.weight"][:, 0].t().contiguous()
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[C], or None."""
+        return self.parameters.get("conv.bias")
+
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
+        assert context.states is not None
+        return short_conv(projected, self.taps, self.bias, states[0], context.states)
 
 
 class Scan(RecurrentMixer):
@@ -57,7 +139,7 @@ class Scan(RecurrentMixer):
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
-        """What is kept of a sequence: the last inputs of the convolution, and the state of each head."""
+        """The last inputs of the convolution, and the state of each head."""
         sizes, dtype = self._config, self._convolutions[0].dtype
         return (
             StateShape((sizes.taps - 1, sizes.convolved), dtype),
@@ -101,7 +183,6 @@ class Mamba1(Scan):
 
     @cached_property
     def weights(self) -> Mamba1Weights:
-        """See `Scan`."""
         decays = -torch.exp(self.parameters["A_log"].float())  # [I, N]
         return Mamba1Weights(
             dt_bias=self.parameters["dt_proj.bias"].float(),
@@ -112,7 +193,6 @@ class Mamba1(Scan):
     def mix(
         self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
-        """See `RecurrentMixer`."""
         assert context.states is not None
         slots, invariant = context.lora_slots, context.batch_invariant
         raw, gates = projected.chunk(2, dim=1)  # [T, I] each
@@ -143,7 +223,6 @@ class Mamba2(Scan):
 
     @cached_property
     def weights(self) -> Mamba2Weights:
-        """See `Scan`."""
         return Mamba2Weights(
             bias=self.parameters.get("conv1d.bias"),
             direct=self.parameters["D"].float(),
@@ -156,7 +235,6 @@ class Mamba2(Scan):
     def mix(
         self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
-        """See `RecurrentMixer`."""
         assert context.states is not None
         return mamba2(projected, self.weights, states[0], states[1], context.states)
 
@@ -176,7 +254,6 @@ class GatedDelta(Scan):
 
     @cached_property
     def weights(self) -> GatedDeltaWeights:
-        """See `Scan`."""
         sizes = self._config
         return GatedDeltaWeights(
             key_heads=sizes.key_heads,
@@ -188,7 +265,6 @@ class GatedDelta(Scan):
     def mix(
         self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
-        """See `RecurrentMixer`."""
         assert context.states is not None
         return gated_delta(projected, self.weights, states[0], states[1], context.states)
 
@@ -209,7 +285,6 @@ class KimiDelta(GatedDelta):
     def mix(
         self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
-        """See `RecurrentMixer`."""
         sizes, slots, invariant = self._config, context.lora_slots, context.batch_invariant
         widths = [sizes.convolved, *[sizes.head_width] * 2, sizes.heads]
         qkv, *narrow, betas = torch.split(projected, widths, dim=1)
@@ -218,3 +293,23 @@ class KimiDelta(GatedDelta):
             for name, part in zip((f"{FORGET}f_b_proj", "g_b_proj"), narrow, strict=True)
         )
         return super().mix(torch.cat((gates, qkv, betas, steps), dim=1), states, context)
+
+
+class SideBySide(Several):
+    """mixer(x) + attention(x). In the last layer attention returns the wanted rows only, the mixer all."""
+
+    def __init__(self, mixer: RecurrentMixer, attention: Attention) -> None:
+        """Take ownership of the parts."""
+        super().__init__(mixer, attention)
+        self._mixer, self._attention = mixer, attention
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
+        mixed = self._mixer(x, context)
+        if self._attention.is_last:
+            mixed = mixed.index_select(0, context.inputs.wanted_rows)
+        return mixed.add_(self._attention(x, context))
+
+
+def parts_of(body: Body) -> tuple[Body, ...]:
+    """Those that are side by side, in order; else it alone."""
+    return body.parts if isinstance(body, SideBySide) else (body,)

@@ -1,0 +1,53 @@
+"""vLLM's calls for LoRA adapters, as trainers make them: from a directory, in place of an earlier version."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from quire.v1 import admin_pb2
+from starlette.routing import Route
+
+from service.admin import AdminApi
+from service.errors import AdapterNotFound
+from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.fields import Fields
+from service.extensions.openai.weight_transfer import OperatorCall
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+# prime-rl's server has it at its root.
+PATHS = frozenset({LOAD, UNLOAD, "/load_lora_adapter"})
+# What follows from the adapter's files; and it is always loaded in place.
+_IGNORED = frozenset({"base_model_name", "load_inplace", "is_3d_lora_weight"})
+
+
+class AdapterCalls:
+    """Adapters of all tenants."""
+
+    def __init__(self, admin: AdminApi) -> None:
+        self._admin = admin
+
+    def routes(self, bodies: BodyReader) -> list[Route]:
+        """Those of `PATHS`."""
+        unload = Route(UNLOAD, OperatorCall(self._unload, bodies), methods=["POST"])
+        loads = PATHS - {UNLOAD}
+        return [unload, *(Route(path, OperatorCall(self._load, bodies), methods=["POST"]) for path in loads)]
+
+    async def _load(self, fields: Fields) -> dict[str, Any]:
+        request = admin_pb2.LoadAdapterRequest(
+            adapter_id=fields.required("lora_name"), source=fields.required("lora_path"), shared=True
+        )
+        fields.refuse_others(_IGNORED)
+
+        async def requests() -> AsyncIterator[admin_pb2.LoadAdapterRequest]:
+            yield request
+
+        loaded = await self._admin.LoadAdapter(requests(), cast("Any", None))
+        return {"status": "ok", "version": loaded.adapter.version}
+
+    async def _unload(self, fields: Fields) -> dict[str, Any]:
+        request = admin_pb2.UnloadAdapterRequest(adapter_id=fields.required("lora_name"), shared=True)
+        fields.refuse_others({"lora_int_id"})
+        if not (await self._admin.UnloadAdapter(request, cast("Any", None))).unloaded:
+            raise AdapterNotFound(request.adapter_id)
+        return {"status": "ok"}
