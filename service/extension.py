@@ -44,8 +44,8 @@ _log = get_logger(__name__)
 
 # Returns an ASGI application that does more than the given one.
 WrapHttp = Callable[[Any], Any]
-# Returns what starts the workers of a shard. Raises ConfigError. Is given the settings, and where it keeps what
-# the next gateway needs to know of them (None: nothing survives).
+# Returns what starts the workers of a shard. Raises ConfigError. Is given the settings, and where it keeps
+# what the next gateway needs to know of them (None: nothing survives).
 NewLauncher = Callable[[Config, Path | None], Launcher]
 # Opens the shard that a gateway begins with, and may wait until it gets one. Is given what opens journals.
 # Raises JournalUnusable or ConfigError.
