@@ -91,6 +91,7 @@ COMMANDS = {
     "node examples": "tests/client/test_node.py, where node and its packages are installed",
     ".venv/bin/quire load": LOADS,
     ".venv/bin/quire generate": "needs a model that writes prose; tests/e2e/test_text.py has these flags",
+    ".venv/bin/quire top": "tests/client/cli/test_top.py",
     ".venv/bin/quire adapters load": "tests/client/cli/test_adapters.py",
     ".venv/bin/quire adapters unload": "tests/client/cli/test_adapters.py",
     "curl http://127.0.0.1:9464/metrics": "tests/e2e/test_metrics.py",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 from quire.cli.connecting import connected
 from quire.cli.terminal import escaped, size
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -53,6 +54,12 @@ _COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
     "memory": lambda worker: size(worker.memory_bytes),
     "disk": lambda worker: size(worker.kv_disk.bytes) if worker.HasField("kv_disk") else "-",
 }
+# The counters of a WorkerStatus, by the field that has them.
+_COUNTERS = {
+    "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
+    "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
+    "kv_disk": ["wanted_pages", "read_pages", "written_pages"],
+}
 _TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
 # The most important columns, for narrow terminals. The others are less important.
 _FIRST_COLUMNS = (
@@ -80,6 +87,24 @@ def resident_adapters(metrics: Sequence[executor_pb2.WorkerLoraMetrics]) -> Mapp
     """By worker: the LoRA adapters in its memory. Without workers that have none."""
     counts = {w.worker_id: sum(adapter.resident for adapter in w.adapters) for w in metrics}
     return {worker_id: count for worker_id, count in counts.items() if count}
+
+
+def growth(
+    now: executor_pb2.GetStatusResponse, before: executor_pb2.GetStatusResponse | None
+) -> dict[str, Counter[str] | None]:
+    """By worker: what its counters have grown by. None: not known, because `before` is of another process."""
+    earlier = {} if before is None else {worker.worker_id: worker for worker in before.workers}
+    return {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.workers}
+
+
+def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | None) -> Counter[str] | None:
+    if before is None or (before.epoch, before.pid) != (now.epoch, now.pid):
+        return None
+    counts = Counter[str]()
+    for part, names in _COUNTERS.items():
+        for name in names:
+            counts[name] = getattr(getattr(now, part), name) - getattr(getattr(before, part), name)
+    return None if min(counts.values()) < 0 else counts
 
 
 def _json(status: executor_pb2.GetStatusResponse) -> str:

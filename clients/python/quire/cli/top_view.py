@@ -6,18 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.cli.status import FittingTable, duration, enum_word, seconds, state_of
+from quire.cli.status import FittingTable, duration, enum_word, growth, seconds, state_of
 from quire.cli.terminal import escaped, size
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-# The counters of a WorkerStatus, by the field that has them.
-_COUNTERS = {
-    "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
-    "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
-    "kv_disk": ["wanted_pages", "read_pages", "written_pages"],
-}
 _KINDS = ("prefill", "decode", "verify", "score")
 # What the chosen tokens are counted by.
 _CHOSEN = ("decode_operations", "verify_operations", "accepted_draft_tokens")
@@ -47,7 +41,7 @@ class Reading:
 def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str] = ()) -> RenderableType:
     """Lines about all of the server, `notes` in red below the first, and a table of the workers."""
     elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
-    grown = _growth(now, before)
+    grown = growth(now.status, None if before is None else before.status)
     known = [counts for counts in grown.values() if counts is not None]
     total = sum(known, Counter[str]()) if known else None
     state = enum_word(executor_pb2.ServerState.Name(now.status.state))
@@ -65,22 +59,6 @@ def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str
     for line in (*text, *troubles):
         line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*text, FittingTable(_COLUMNS, rows, _FIRST_COLUMNS), *troubles)
-
-
-def _growth(now: Reading, before: Reading | None) -> dict[str, Counter[str] | None]:
-    """By worker: what its counters have grown by. None: not known, because `before` is of another process."""
-    earlier = {} if before is None else {worker.worker_id: worker for worker in before.status.workers}
-    return {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.status.workers}
-
-
-def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | None) -> Counter[str] | None:
-    if before is None or (before.epoch, before.pid) != (now.epoch, now.pid):
-        return None
-    counts = Counter[str]()
-    for part, names in _COUNTERS.items():
-        for name in names:
-            counts[name] = getattr(getattr(now, part), name) - getattr(getattr(before, part), name)
-    return None if min(counts.values()) < 0 else counts
 
 
 def _work(

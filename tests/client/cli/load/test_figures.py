@@ -114,7 +114,7 @@ def reading(at_s: float, steps: int, items: int, epoch: int = 1, used: int = 25)
     worker = status.workers.add(worker_id="w", epoch=epoch)
     worker.counts.MergeFrom(types_pb2.StepCounts(steps=steps, batch_items=items, step_tokens=2 * items))
     worker.pool.MergeFrom(types_pb2.PoolUsage(pages_referenced=used, pages_total=100))
-    return Reading.of(status, at_s, machine_cpu=0.5)
+    return Reading(at_s, status, machine_cpu=0.5)
 
 
 def test_the_servers_figures_are_differences_of_its_counters() -> None:

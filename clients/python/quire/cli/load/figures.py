@@ -195,7 +195,7 @@ def _series(measured: Measured) -> Figures:
     server: Figures = {
         "at_s": [max(0.0, after.at_s) for _, after in pairs],
         "batch": [batch(before, after) for before, after in pairs],
-        "in_flight": [after.in_flight for _, after in pairs],
+        "in_flight": [after.status.operations_in_flight for _, after in pairs],
         "occupancy": [after.occupancy for _, after in pairs],
     }
     return {

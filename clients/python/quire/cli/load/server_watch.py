@@ -14,12 +14,9 @@ from typing import Any
 import psutil
 from quire import AsyncClient, QuireError
 from quire.cli.connecting import CONTROL_TIMEOUT_S, new_client
+from quire.cli.status import growth
 from quire.v1 import executor_pb2
 
-# Counters of StepCounts, then counters and gauges of PoolUsage.
-_STEPS = ("steps", "batch_items", "step_tokens")
-_PREFIXES = ("prefix_hit_tokens", "prefix_query_tokens")
-_POOLS = (*_PREFIXES, "pages_referenced", "pages_total")
 # The status will not become available later.
 _PERMANENT_FAILURES = ("PERMISSION_DENIED", "UNIMPLEMENTED")
 
@@ -29,29 +26,15 @@ class Reading:
     """The status at one time, `at_s` after the start of the run."""
 
     at_s: float
-    # Sums over all workers of _STEPS and _POOLS.
-    sums: Mapping[str, int]
-    in_flight: int
-    refusals: Mapping[str, int]
-    # The epoch of each worker. Counters restart at 0 in a new process.
-    epochs: tuple[tuple[str, int], ...]
+    status: executor_pb2.GetStatusResponse
     # CPU usage of this machine since the previous reading, as a share of all cores.
     machine_cpu: float
-
-    @classmethod
-    def of(cls, status: executor_pb2.GetStatusResponse, at_s: float, machine_cpu: float) -> Reading:
-        """Makes a reading from a status."""
-        sums: Counter[str] = Counter()
-        for worker in status.workers:
-            sums.update({name: getattr(worker.counts, name) for name in _STEPS})
-            sums.update({name: getattr(worker.pool, name) for name in _POOLS})
-        epochs = tuple((worker.worker_id, worker.epoch) for worker in status.workers)
-        return cls(at_s, sums, status.operations_in_flight, dict(status.refusals), epochs, machine_cpu)
 
     @property
     def occupancy(self) -> float | None:
         """The share of pages in use."""
-        return share(self.sums["pages_referenced"], self.sums["pages_total"])
+        pools = [worker.pool for worker in self.status.workers]
+        return _share(sum(pool.pages_referenced for pool in pools), sum(pool.pages_total for pool in pools))
 
 
 @dataclass(slots=True)
@@ -85,7 +68,7 @@ class ServerWatch:
                         return
                 else:
                     at_s = time.monotonic() - self.start_s
-                    self.readings.append(Reading.of(status, at_s, psutil.cpu_percent() / 100))
+                    self.readings.append(Reading(at_s, status, psutil.cpu_percent() / 100))
                 await asyncio.sleep(self.interval_s)
 
 
@@ -98,40 +81,42 @@ def server_figures(begin_s: float, end_s: float, readings: Sequence[Reading]) ->
     ]
     if not inside:
         return None
-    # The counters of a replaced worker restart at 0.
-    same = [(before, after) for before, after in inside if before.epochs == after.epochs]
-    grown = {
-        name: sum(after.sums[name] - before.sums[name] for before, after in same)
-        for name in (*_STEPS, *_PREFIXES)
-    }
+    same = [grown for pair in inside if (grown := _grown(*pair)) is not None]
+    total = sum(same, Counter[str]())
     after_all = [after for _, after in inside]
     occupancy = [reading.occupancy for reading in after_all if reading.occupancy is not None]
+    in_flight = [reading.status.operations_in_flight for reading in after_all]
     first, last = inside[0][0], inside[-1][1]
     return {
-        "steps": grown["steps"],
-        "mean_batch": share(grown["batch_items"], grown["steps"]),
-        "largest_batch": max((b for pair in same if (b := batch(*pair)) is not None), default=None),
-        "tokens_per_step": share(grown["step_tokens"], grown["steps"]),
-        "prefix_hit_share": share(grown["prefix_hit_tokens"], grown["prefix_query_tokens"]),
+        "steps": total["steps"],
+        "mean_batch": _share(total["batch_items"], total["steps"]),
+        "largest_batch": max((b for pair in inside if (b := batch(*pair)) is not None), default=None),
+        "tokens_per_step": _share(total["step_tokens"], total["steps"]),
+        "prefix_hit_share": _share(total["prefix_hit_tokens"], total["prefix_query_tokens"]),
         "occupancy_mean": sum(occupancy) / len(occupancy) if occupancy else None,
         "occupancy_max": max(occupancy, default=None),
-        "in_flight_mean": sum(r.in_flight for r in after_all) / len(after_all),
-        "in_flight_max": max(r.in_flight for r in after_all),
+        "in_flight_mean": sum(in_flight) / len(in_flight),
+        "in_flight_max": max(in_flight),
         # The increase for each reason.
-        "refusals": dict(Counter(last.refusals) - Counter(first.refusals)),
+        "refusals": dict(Counter(last.status.refusals) - Counter(first.status.refusals)),
         "workers_replaced": len(inside) - len(same),
-        "machine_cpu": sum(r.machine_cpu for r in after_all) / len(after_all),
+        "machine_cpu": sum(reading.machine_cpu for reading in after_all) / len(after_all),
     }
-
-
-def share(part: float, whole: float) -> float | None:
-    """The quotient, or None if `whole` is 0."""
-    return part / whole if whole else None
 
 
 def batch(before: Reading, after: Reading) -> float | None:
     """The mean batch size between two readings of the same workers, or None without steps."""
-    if before.epochs != after.epochs:
-        return None
-    steps = after.sums["steps"] - before.sums["steps"]
-    return share(after.sums["batch_items"] - before.sums["batch_items"], steps)
+    grown = _grown(before, after)
+    return None if grown is None else _share(grown["batch_items"], grown["steps"])
+
+
+def _grown(before: Reading, after: Reading) -> Counter[str] | None:
+    """What the counters of all workers have grown by. None: one was replaced, whose counters begin at 0."""
+    counts = [*growth(after.status, before.status).values()]
+    known = [count for count in counts if count is not None]
+    return sum(known, Counter[str]()) if len(known) == len(counts) else None
+
+
+def _share(part: float, whole: float) -> float | None:
+    """The quotient, or None if `whole` is 0."""
+    return part / whole if whole else None
