@@ -58,7 +58,6 @@ class ExpertProjection:
     """A projection of all experts of a layer, as far as adapters are concerned: see `Linear`.
 
     Attributes:
-        name: That of the parameter of the library, in a layer.
         lora: What adapters add; None: the model takes none.
     """
 
@@ -68,7 +67,7 @@ class ExpertProjection:
         """Describe a projection.
 
         Args:
-            name: See above.
+            name: That of the parameter of the library, in a layer.
             taken: The part of each module that this rank has, by its name, in which {} stands for the expert.
             count: The number of experts.
             inputs: Those that this rank has.
