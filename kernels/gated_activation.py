@@ -10,14 +10,16 @@ Dimension letters: T tokens; I intermediate width.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
-from kernels.cpu import gated_activation as cpu
-from kernels.cpu.dtypes import can_run
+from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES, can_run
+from kernels.cpu.library import integers, pointers
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu", "relu2"]
 # In the order of their numbers in kernels/cpu/gates.h.
@@ -28,6 +30,12 @@ CUDA_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
 UNGATED: Activation = "relu2"
 # Of clamped_swiglu.
 SIGMOID_GAIN, GATE_LIMIT = 1.702, 7.0
+
+
+class _Arguments(ctypes.Structure):
+    """GateArguments of gated_activation.h: the fields must agree."""
+
+    _fields_ = (*pointers("out gate_up"), *integers("rows width stride activation"))
 
 
 def gated_activation_reference(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
@@ -69,7 +77,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
 
         return cuda.gated_activation(gate_up, activation)
     if can_run(gate_up):
-        return cpu.gated_activation(gate_up, ACTIVATIONS.index(activation))
+        return _compiled(gate_up, ACTIVATIONS.index(activation))
     return gated_activation_reference(gate_up, activation)
 
 
@@ -80,4 +88,15 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """
     if not can_run(x):
         return torch.sigmoid(x)
-    return cpu.gated_activation(torch.cat((x, torch.ones_like(x)), dim=1), len(ACTIVATIONS))
+    return _compiled(torch.cat((x, torch.ones_like(x)), dim=1), len(ACTIVATIONS))
+
+
+def _compiled(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+    """`gated_activation` by its number in gates.h. Requires `can_run`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // (1 if activation == ACTIVATIONS.index(UNGATED) else 2)
+    out = torch.empty(rows, width, dtype=gate_up.dtype)  # [T, I]
+    arguments = _Arguments(out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), activation)
+    name = f"quire_gated_activation_{SUFFIXES[gate_up.dtype]}"
+    run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
+    run(ctypes.addressof(arguments), torch.get_num_threads())
+    return out

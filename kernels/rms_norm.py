@@ -12,11 +12,24 @@ Dimension letters: T tokens; H heads (absent for a whole row); D normalised widt
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
-from kernels.cpu import rms_norm as cpu
-from kernels.cpu.dtypes import can_run
+from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES, can_run
+from kernels.cpu.library import doubles, integers, pointers
+
+
+class _Arguments(ctypes.Structure):
+    """NormArguments of rms_norm.h: the fields must agree."""
+
+    _fields_ = (
+        *pointers("out x residual weight"),
+        *integers("rows width out_stride x_stride residual_stride wide_weight"),
+        *doubles("eps"),
+    )
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -60,7 +73,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
         return cuda.rms_norm(x, weight, eps)
     if x.dim() == 2 and can_run(x):
-        return cpu.rms_norm(x, weight, eps)
+        return _compiled(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -99,5 +112,27 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
         return cuda.add_rms_norm(x, residual, weight, eps)
     if can_run(x):
-        return cpu.rms_norm(x, weight, eps, residual)
+        return _compiled(x, weight, eps, residual)
     return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def _compiled(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`rms_norm`, or with a residual `add_rms_norm`, of rows [T, D]. Requires `can_run`."""
+    out = torch.empty(x.shape, dtype=x.dtype)  # [T, D]
+    arguments = _Arguments(
+        out.data_ptr(),
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        *x.shape,
+        x.shape[1],
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        weight.dtype is torch.float32,
+        eps,
+    )
+    run = library.function(f"quire_rms_norm_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
+    run(ctypes.addressof(arguments), torch.get_num_threads())
+    return out

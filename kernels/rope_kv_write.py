@@ -11,13 +11,30 @@ P pages; S tokens per page.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_tensor
-from kernels.cpu import rope_kv_write as cpu
+from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.library import doubles, integers, pointers
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.rms_norm import check_norm_weight, rms_norm_reference
 from kernels.rope import apply_rope_reference
+
+_TYPES = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+
+
+class _Arguments(ctypes.Structure):
+    """RopeArguments of rope_kv_write.h: the fields must agree."""
+
+    _fields_ = (
+        *pointers("query qkv qk_norm cos_sin slots k_pages v_pages"),
+        *integers("tokens heads kv_heads width rotary_dim qkv_stride cos_sin_stride"),
+        *integers("wide_norm is_quantised is_wide"),
+        *doubles("eps"),
+    )
 
 
 def rope_kv_write_reference(
@@ -94,10 +111,54 @@ def rope_kv_write(
     check_tensor("slots", slots, (tokens,), INDEX_DTYPES)
     check_pages(k_pages, v_pages, kv_heads, width, "qkv", qkv)
     if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
-        return cpu.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
+        return _compiled(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     assert isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
     if qkv.is_cuda:
         from kernels.cuda import rope_kv_write as cuda
 
         return cuda.rope_kv_write(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
     return rope_kv_write_reference(qkv, qk_norm, cos_sin, slots, k_pages, v_pages, eps)
+
+
+def _compiled(
+    qkv: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    slots: torch.Tensor,
+    k_pages: PackedKeys,
+    v_pages: PackedValues,
+    eps: float,
+) -> torch.Tensor:
+    """`rope_kv_write` to packed pages. Raises IndexError for a slot beyond them, and writes nothing then."""
+    tokens = qkv.shape[0]
+    kv_heads, width = k_pages.shape[2:]
+    heads = qkv.shape[1] // width - 2 * kv_heads
+    query = torch.empty(tokens, heads, width, dtype=qkv.dtype)  # [T, H, D]
+    # Variables keep the memory alive that the kernel reads.
+    slots = slots.to(torch.int64).contiguous()
+    qk_norm = None if qk_norm is None else qk_norm.contiguous()
+    arguments = _Arguments(
+        query.data_ptr(),
+        qkv.data_ptr(),
+        None if qk_norm is None else qk_norm.data_ptr(),
+        None if cos_sin is None else cos_sin.data_ptr(),
+        slots.data_ptr(),
+        k_pages.data.data_ptr(),
+        v_pages.data.data_ptr(),
+        tokens,
+        heads,
+        kv_heads,
+        width,
+        0 if cos_sin is None else cos_sin.shape[1],
+        qkv.stride(0),
+        0 if cos_sin is None else cos_sin.stride(0),
+        qk_norm is not None and qk_norm.dtype is torch.float32,
+        k_pages.is_quantised,
+        k_pages.dtype is not qkv.dtype,
+        eps,
+    )
+    run = library.function(f"quire_rope_kv_write_{SUFFIXES[qkv.dtype]}", _TYPES, ctypes.c_bool)
+    num_slots = k_pages.shape[0] * k_pages.shape[1]
+    if not run(ctypes.addressof(arguments), num_slots, torch.get_num_threads()):
+        raise IndexError("slots: a slot is beyond the last page")
+    return query

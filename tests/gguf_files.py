@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tests import gguf_recurrent as recurrent
 from workers.models.checkpoint import StoredTensor, read_entries
-from workers.models.gguf.drawn_blocks import drawn_blocks
+from workers.models.drawn_rows import drawn_blocks
 from workers.models.registry import FAMILIES
 from workers.models.stacked_experts import separated
 

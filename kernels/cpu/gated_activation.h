@@ -5,7 +5,7 @@
 
 namespace quire {
 
-// Plain data, filled by kernels/cpu/gated_activation.py: the fields must agree. Strides are in elements.
+// Plain data, filled by kernels/gated_activation.py: the fields must agree. Strides are in elements.
 struct GateArguments {
   void* out;            // [T, I] contiguous
   const void* gate_up;  // [T, 2 * I], rows of gate, then up; without gates [T, I]

@@ -8,7 +8,7 @@
 
 namespace quire {
 
-// Strides are in elements.
+// Plain data, filled by kernels/rms_norm.py: the fields must agree. Strides are in elements.
 struct NormArguments {
   void* out;            // [T, D]; may be x
   const void* x;        // [T, D]

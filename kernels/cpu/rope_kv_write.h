@@ -5,7 +5,7 @@
 
 namespace quire {
 
-// Plain data, filled by kernels/cpu/rope_kv_write.py: the fields must agree. Strides are in elements.
+// Plain data, filled by kernels/rope_kv_write.py: the fields must agree. Strides are in elements.
 struct RopeArguments {
   void* query;              // [T, H, D] contiguous
   const void* qkv;          // [T, (H + 2 * K) * D]

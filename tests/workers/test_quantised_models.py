@@ -189,7 +189,7 @@ def test_an_adapter_adds_to_a_quantised_projection_what_it_adds_to_another(tmp_p
     x, added = torch.randn(5, 64), []
     for decoder in (plain, quantised):
         add_adapters(decoder)
-        projection = decoder.layers[0][0].body.qkv  # type: ignore[attr-defined]
+        projection = decoder.layers[0][0].body.into  # type: ignore[attr-defined]
         slots = torch.tensor([1, 0, -1, 1, 0], dtype=torch.int32)
         with_adapters, without = (projection(x, each, batch_invariant=False) for each in (slots, None))
         added.append(with_adapters - without)

@@ -219,7 +219,9 @@ class _Parts:
             mixer = self._mixer(index)
             made.append(self._sublayer(norms.before_attention, mixer, norms.after_attention))
         if layers[index].feed_forward:
-            mlp = self._sparse(index, sparse_before) if layers[index].sparse else self._mlp(index)
+            width = self._config.intermediate_size
+            dense = not layers[index].sparse
+            mlp = self._mlp(index, self._family.mlp, width) if dense else self._sparse(index, sparse_before)
             made.append(self._sublayer(norms.before_mlp, mlp, norms.after_mlp))
         return tuple(made)
 
@@ -342,10 +344,7 @@ class _Parts:
             taken[name] = Slice((size, hidden), (part,), range(hidden))
         return self._linear(place, taken, bias=config.attention_bias)
 
-    def _mlp(self, index: int) -> GatedMlp:
-        return self._gated_mlp(index, self._family.mlp, self._config.intermediate_size)
-
-    def _gated_mlp(self, index: int, name: str, width: int) -> GatedMlp:
+    def _mlp(self, index: int, name: str, width: int) -> GatedMlp:
         own = f"{name}."
         place = f"model.layers.{index}.{own}"
         config, names = self._config, self._family.mlp_names
@@ -371,7 +370,7 @@ class _Parts:
         if names.shared_gate:
             name = f"model.layers.{layer}.{names.shared_gate}.weight"
             gate = self.matrix({name: 1}, self._config.hidden_size)
-        mlp = self._gated_mlp(layer, names.shared, config.shared_size)
+        mlp = self._mlp(layer, names.shared, config.shared_size)
         return WithSharedExpert(experts, mlp, gate, names.shared_gate)
 
     def _router(self, name: str, count: int, width: int) -> Weight:

@@ -5,18 +5,15 @@ A template is a program written by the makers of the model. Nothing here runs it
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.models.errors import ModelError
-from workers.models.files import errors_naming, exists, open_regular, read_file
+from workers.models.files import errors_naming, exists, open_regular, read_file, warn_too_large
 from workers.models.token_settings import TOKENIZER_CONFIG_FILE, read_settings, read_token_settings
 from workers.models.values import is_text
-
-_log = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_SUFFIX = ".jinja"
@@ -66,7 +63,7 @@ def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate:
     sources = {name: source for name, source in sources.items() if source}
     template = ChatTemplate(sources, read_token_settings(directory).texts)
     if template.nbytes > max_bytes:
-        _warn(directory, template.nbytes, max_bytes)
+        warn_too_large(f"the chat template in {directory}", template.nbytes, max_bytes)
         return ChatTemplate()
     return template
 
@@ -98,7 +95,7 @@ def _read_file(file: Path, max_bytes: int) -> str:
     with open_regular(file) as opened:
         size_bytes = os.fstat(opened.fileno()).st_size
     if size_bytes > max_bytes:
-        _warn(file, size_bytes, max_bytes)
+        warn_too_large(f"the chat template in {file}", size_bytes, max_bytes)
         return ""
     try:
         source = read_file(file, max_bytes).decode()
@@ -123,13 +120,3 @@ def _sources(value: object) -> dict[str, str]:
             raise ModelError("chat_template: must be a string, or a list of strings with distinct names")
         sources[str(name)] = str(source)
     return sources
-
-
-def _warn(path: Path, size_bytes: int, max_bytes: int) -> None:
-    _log.warning(
-        "the chat template in %s is too large to be sent to clients and is left out:"
-        " it has %d bytes, the limit is %d",
-        path,
-        size_bytes,
-        max_bytes,
-    )

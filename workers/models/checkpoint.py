@@ -65,7 +65,7 @@ class StoredTensor(ABC):
         file: The file that holds it, or the first of them.
         dtype: What its parts are: a name of `DTYPES`, or of a format of quantised weights.
         shape: The shape that it has in the model, also if files have it in blocks.
-        begin: Where it begins in the file. Tensors are read in this order.
+        begin: Where it begins in the file, in bytes. Tensors are read in this order.
         nbytes: The bytes that are read.
     """
 
@@ -109,13 +109,7 @@ class TensorEntry(StoredTensor):
     """A tensor that a file has in one piece: its rows one after the other.
 
     Attributes:
-        name: Its name.
-        file: The file that holds it.
-        dtype: Its dtype as the header spells it.
-        shape: Its shape.
-        begin: Offset in bytes of its first byte in the file.
-        nbytes: Its size in bytes.
-        version: The version of the file when its header was read.
+        version: That of the file when its header was read.
     """
 
     name: str

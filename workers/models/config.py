@@ -230,7 +230,7 @@ class ModelConfig:
         head_dim = _head_dim(settings, hidden_size, heads)
         vocab_size = integer(settings, "vocab_size")
         layers = _layers(settings, family)
-        latent = read_latent(settings) if "kv_lora_rank" in family.reads else None
+        latent = read_latent(settings) if family.latent_attention else None
         kind = family.recurrent if any(layer.recurrent for layer in layers) else None
         bias = boolean(settings, "attention_bias", default=False)
         mlp_bias = boolean(settings, "mlp_bias", default=False)

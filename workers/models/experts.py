@@ -106,38 +106,31 @@ class Experts(Body):
         yield from self.router.targets(prefix)
         for projection in self._latent or ():
             yield from projection.targets(prefix)
-        rows, columns, names = self._rows, self._columns, self._names
         for index in range(self._config.count):
-            gate_up, down = matrix_of(self.gate_up, index), matrix_of(self.down, index)
-            for name, matrix, first, taken in (
-                *(((names.gate, gate_up, 0, rows),) if names.gate else ()),
-                (names.up, gate_up, len(self._part) if names.gate else 0, rows),
-                (names.down, down, 0, columns),
-            ):
-                into, at = matrix.part(first)
-                target = LoadTarget(into, taken.shape, taken=taken, first=at)
-                yield f"{prefix}{name.format(index)}.weight", target
+            both = matrix_of(self.gate_up, index), matrix_of(self.down, index)
+            yield from self._targets_of(index, ".weight", *both, self._columns, prefix)
+            if self._biases is not None:
+                whole = Slice.whole(*self._columns.shape) if self._biases.has_down else None
+                both = DenseWeight(self._biases.gate_up[index]), DenseWeight(self._biases.down[index])
+                yield from self._targets_of(index, ".bias", *both, whole, prefix)
         if self._correction is not None:
             name = f"{prefix}{self._names.correction}"
             yield name, LoadTarget(DenseWeight(self._correction), tuple(self._correction.shape))
-        if self._biases is not None:
-            yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(*columns.shape))
 
-    def _bias_targets(
-        self, prefix: str, biases: ExpertBiases, rows: Slice, whole: Slice
+    def _targets_of(
+        self, expert: int, kind: str, gate_up: Weight, down: Weight, of_down: Slice | None, prefix: str
     ) -> Iterator[tuple[str, LoadTarget]]:
-        """`rows`: those of gate and up that this rank has; `whole`: all of down."""
+        """Those of an expert's matrices or biases. `of_down`: what this rank has of down; None: nothing."""
         names = self._names
-        for index in range(self._config.count):
-            gate_up, down = DenseWeight(biases.gate_up[index]), DenseWeight(biases.down[index])
-            for name, bias, first, taken in (
-                (names.gate, gate_up, 0, rows),
-                (names.up, gate_up, len(self._part), rows),
-                (names.down, down, 0, whole),
-            ):
-                if bias is gate_up or biases.has_down:
-                    target = LoadTarget(bias, taken.shape[:1], taken=taken, first=first)
-                    yield f"{prefix}{name.format(index)}.bias", target
+        for name, matrix, first, taken in (
+            (names.gate, gate_up, 0, self._rows),
+            (names.up, gate_up, len(self._part) if names.gate else 0, self._rows),
+            (names.down, down, 0, of_down),
+        ):
+            if name and taken is not None:
+                into, at = matrix.part(first)
+                shape = taken.shape if kind == ".weight" else taken.shape[:1]
+                yield f"{prefix}{name.format(expert)}{kind}", LoadTarget(into, shape, taken=taken, first=at)
 
     def projections(self) -> Iterator[tuple[str, Projection]]:
         """See `Body`. There are no kernels for adapters of experts without gates, and none on a GPU."""

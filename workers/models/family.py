@@ -6,16 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+# The types of layers in configs. Recurrent ones are LINEAR, but short convolutions.
 FULL, SLIDING, MLP, EXPERTS = "full_attention", "sliding_attention", "mlp", "moe"
+LINEAR, CONV = "linear_attention", "conv"
 RecurrentKind = Literal["short_conv", "mamba1", "mamba2", "gated_delta", "kimi_delta"]
-# The types of layers in configs.
-RECURRENT_TYPES: dict[RecurrentKind, str] = {
-    "short_conv": "conv",
-    "mamba1": "linear_attention",
-    "mamba2": "linear_attention",
-    "gated_delta": "linear_attention",
-    "kimi_delta": "linear_attention",
-}
 
 LayerTypes = Callable[[Mapping[str, object], int], list[str]]
 """The type of each layer, from the settings and the number of layers, if `layer_types` is absent."""
@@ -95,6 +89,7 @@ class Family:
         qkv_bias: The q, k and v projections have a bias; None: as `attention_bias` says.
         output_bias: The output projection of attention has a bias; None: as `attention_bias` says.
         mlp_bias: The projections of the MLP have a bias; None: as `mlp_bias` says.
+        latent_attention: Attention is over latents of tokens; see `workers.models.latent_attention`.
         qk_norm: Queries and keys are RMS-normalised before the rotation: each head, or the row of all heads.
         norms: The norms of a layer.
         wide_norms: The weight of a norm multiplies before the result is rounded to the model's dtype.
@@ -148,6 +143,7 @@ class Family:
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = False
+    latent_attention: bool = False
     qk_norm: Literal["none", "head", "row"] = "none"
     norms: NormNames = PRE_NORMS
     wide_norms: bool = False
@@ -197,26 +193,12 @@ class Family:
         return name
 
 
-def defaults(
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_hidden_layers: int,
-    num_attention_heads: int,
-    max_position_embeddings: int,
-    bos_token_id: int | None,
-    eos_token_id: int | None,
-    **more: object,
-) -> dict[str, object]:
-    """The defaults of a family."""
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": num_attention_heads,
-        "max_position_embeddings": max_position_embeddings,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        **more,
-    }
+def defaults(*sizes: int | None, **more: object) -> dict[str, object]:
+    """The defaults of a family. `sizes`: those of `_SIZES`, in order."""
+    return dict(zip(_SIZES, sizes, strict=True)) | more
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from io import BufferedReader
 from pathlib import Path
 
 from workers.models.errors import ModelError
+
+_log = logging.getLogger(__name__)
 
 # Ten times what a header of 100,000 tensors has.
 MAX_JSON_VALUES = 1_000_000
@@ -44,6 +47,16 @@ def errors_naming(file: Path) -> Iterator[None]:
         raise type(error)(f"{file}: {error}") from None
     except RecursionError:  # repr() of a value that is nested almost as deeply as the parser allows
         raise ModelError(f"{file}: is nested too deeply") from None
+
+
+def warn_too_large(what: object, size_bytes: int, max_bytes: int) -> None:
+    """Say in the log that something is left out."""
+    _log.warning(
+        "%s is too large to be sent to clients and is left out: it has %d bytes, the limit is %d",
+        what,
+        size_bytes,
+        max_bytes,
+    )
 
 
 def exists(file: Path) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.experts import BEST_SOFTMAX, RoutingRule
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.family import EXPERTS, FULL, MLP, RECURRENT_TYPES, SLIDING, Family
+from workers.models.family import CONV, EXPERTS, FULL, LINEAR, MLP, SLIDING, Family
 from workers.models.values import boolean, integer, non_negative_integer, number
 
 
@@ -44,7 +44,8 @@ def read_layer_types(
     if listed is None:
         # Without a window the type matters only if each type has its own rotary embedding.
         return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
-    known = [FULL, SLIDING if family.recurrent is None else RECURRENT_TYPES[family.recurrent]]
+    recurrent = CONV if family.recurrent == "short_conv" else LINEAR
+    known = [FULL, SLIDING if family.recurrent is None else recurrent]
     known += [MLP, EXPERTS] if family.one_sublayer else []
     if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
         raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")

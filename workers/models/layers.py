@@ -128,7 +128,7 @@ class Projected(Body):
             into: Of the hidden width.
             output: Back to the hidden width.
             within: Those that `between` needs.
-            is_last: See the attribute.
+            is_last: See above.
         """
         self.place, self.is_last = place, is_last
         self.into, self.output = into, output

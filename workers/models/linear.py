@@ -128,15 +128,8 @@ class Linear:
     ) -> None:
         """Take ownership of parameters, which are uninitialised until the targets are filled.
 
-        Args:
-            taken: The part of each projection that this rank has, by its name in a checkpoint.
-            weight: [O, I].
-            bias: [O], or None.
-            stored: The same rows of the weight, in the order and under the names that the files have them,
-                where that is not the model's own checkpoint; None: it is.
-            inputs: See above.
-            factors: See above.
-            parameter: See above.
+        `stored`: the same rows as `taken`, in the order and under the names that the files have them, where
+        that is not the model's own checkpoint; None: it is.
         """
         self.taken, self.inputs, self.factors, self.parameter = taken, inputs, factors, parameter
         self._stored = taken if stored is None else stored

@@ -58,7 +58,6 @@ class ExpertProjection:
     """A projection of all experts of a layer, as far as adapters are concerned: see `Linear`.
 
     Attributes:
-        name: That of the parameter of the library, in a layer.
         lora: What adapters add; None: the model takes none.
     """
 
@@ -68,7 +67,7 @@ class ExpertProjection:
         """Describe a projection.
 
         Args:
-            name: See above.
+            name: That of the parameter of the library, in a layer.
             taken: The part of each module that this rank has, by its name, in which {} stands for the expert.
             count: The number of experts.
             inputs: Those that this rank has.
@@ -263,31 +262,29 @@ class BaseMatrix:
 
 
 class WithoutLora:
-    """The part of `workers.models.model.Model` that is about adapters, in a model that takes none."""
+    """The part of `workers.models.model.Model` that is about adapters, in a model that takes none.
+
+    What would give it some raises UnsupportedError.
+    """
 
     max_lora_slots = 0
     takes_dora = False
     steering_shape: tuple[int, int] | None = None
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
-        """None."""
         return {}
 
     def lora_stacks(self) -> dict[str, ExpertStack]:
-        """None."""
         return {}
 
     def base_matrices(self) -> dict[str, BaseMatrix]:
-        """None."""
         return {}
 
     def lora_slot_bytes(self, max_rank: int) -> int:  # noqa: ARG002 - as in the interface
-        """None."""
         return 0
 
     # Their arguments are those of the interface.
     def allocate_lora(self, slots: int, max_rank: int) -> None:  # noqa: ARG002
-        """Raise UnsupportedError."""
         raise UnsupportedError(_REFUSAL)
 
     def pack_lora(
@@ -295,9 +292,7 @@ class WithoutLora:
         weights: LoraWeights,  # noqa: ARG002
         steering: Mapping[int, torch.Tensor] = MappingProxyType({}),  # noqa: ARG002
     ) -> PackedLora:
-        """Raise UnsupportedError."""
         raise UnsupportedError(_REFUSAL)
 
     def set_lora(self, slot: int, packed: PackedLora | None) -> None:  # noqa: ARG002
-        """Raise UnsupportedError."""
         raise UnsupportedError(_REFUSAL)

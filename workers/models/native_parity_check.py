@@ -20,22 +20,22 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from kernels.dequantise import dequantised
 from kernels.float8_weight import Float8Format
-from kernels.group_formats import FORMATS
+from kernels.group_formats import GroupFormat
+from kernels.quantisers import quantise
 from kernels.rope import rope_frequencies
 from kernels.weight_formats import WeightFormat
-from workers.models.builder import build_decoder, is_router
+from workers.models.builder import FormatOf, build_decoder, is_router
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.drawn_rows import can_draw, drawn
 from workers.models.errors import ModelError
-from workers.models.gguf.drawn_blocks import can_draw, drawn_blocks
 from workers.models.library.errors import library_errors
-from workers.models.library.quantised_module import put_blocks, quantise_module, separate_experts
+from workers.models.library.quantised_module import put_values, separate_experts, values_of
 from workers.models.library.scaled_down_model import GAIN, INNER_WIDTH, scaled_down_model
 from workers.models.library.settings import LibrarySettings, read_settings
-from workers.models.parts import Part
-from workers.models.quantised.drawn_rows import drawn_rows
-from workers.models.recipes import recipe
 from workers.models.self_check import check_parity
 from workers.models.stacked_experts import separated_values
 from workers.models.weights import formats_of, names_of
@@ -104,29 +104,13 @@ def _forms_to_check(
         name: target.shape for name, target in build_decoder(config, torch.float32, "meta").targets().items()
     }
     left = {form.name: form for form in forms.values()}
-    as_there = {
-        name: form for name, form in forms.items() if name in shapes and _can_draw(form, shapes[name])
-    }
+    as_there = {name: form for name, form in forms.items() if name in shapes and can_draw(form, shapes[name])}
     everywhere = [
-        {name: form for name, shape in shapes.items() if _can_draw(form, shape) and not is_router(name)}
+        {name: form for name, shape in shapes.items() if can_draw(form, shape) and not is_router(name)}
         for name, form in sorted(left.items())
         if name not in {there.name for there in as_there.values()}
     ]
     yield from filter(None, (as_there, *everywhere))
-
-
-def _can_draw(form: WeightFormat, shape: tuple[int, ...]) -> bool:
-    """Whether there can be a matrix of this shape."""
-    return can_draw(form.name, shape) if form.name in FORMATS else len(shape) == 2
-
-
-def _drawn(form: WeightFormat, shape: tuple[int, ...], seed: int) -> Part:
-    """A random matrix as files have it."""
-    outputs, inputs = shape
-    deviation = GAIN * inputs**-0.5
-    if form.name in FORMATS:
-        return drawn_blocks(form.name, (outputs, inputs), deviation, seed)
-    return drawn_rows(form, (outputs, inputs), deviation, seed)
 
 
 def _config_of(module: PreTrainedModel) -> ModelConfig:
@@ -193,16 +177,9 @@ def _check_logits(
         tensors = separated_values(tensors, config.family.experts)
     formats = formats_of(quantization, forms, config)
     decoder = build_decoder(config, dtype, device, formats=formats)
-    blocks: dict[str, tuple[WeightFormat, Part]] = {}
-    with torch.inference_mode():
-        for seed, (name, target) in enumerate(decoder.targets().items()):
-            if name not in tensors:
-                raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
-            if name in forms:
-                blocks[name] = forms[name], _drawn(forms[name], target.shape, seed)
-                target.fill_quantised(blocks[name][1])
-            else:
-                target.fill(tensors[name])
+    for name in decoder.targets().keys() - tensors.keys():
+        raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
+    values, orders = _fill(decoder, tensors, forms, formats)
     decoder.pack()
     if formats is not None:
         # In float32: the format holds what the dtype cannot.
@@ -219,11 +196,8 @@ def _check_logits(
     names = names_of(forms) or quantization or name_of(dtype)
     with library_errors("run a scaled-down model"), ExitStack() as until_checked:
         if formats is not None:
-            experts = separate_experts(module, config.family)
-            parameters = until_checked.enter_context(experts)
-            until_checked.enter_context(put_blocks(module, parameters, blocks))
-            if quantization is not None:
-                quantise_module(module, parameters, recipe(quantization, config))
+            parameters = until_checked.enter_context(separate_experts(module, config.family))
+            until_checked.enter_context(put_values(module, parameters, values, orders))
         return check_parity(
             decoder,
             plain,
@@ -232,3 +206,33 @@ def _check_logits(
             max_seq_len=config.max_position_embeddings,
             rounding=torch.bfloat16 if rounds else None,
         )
+
+
+@torch.inference_mode()
+def _fill(
+    decoder: Decoder,
+    tensors: Mapping[str, torch.Tensor],
+    forms: Mapping[str, WeightFormat],
+    formats: FormatOf | None,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+    """Fill a decoder: with random rows where there are `forms`, else with these tensors.
+
+    Returns:
+        For `put_values` what quantised matrices stand for; and of those whose inputs are rounded, the order
+        in which these are in groups.
+    """
+    values, orders = dict[str, torch.Tensor](), dict[str, torch.Tensor | None]()
+    for seed, (name, target) in enumerate(decoder.targets().items()):
+        if name in forms:
+            rows = drawn(forms[name], target.shape, GAIN * target.shape[1] ** -0.5, seed)
+            values[name] = values_of(forms[name], rows, target.shape[1])
+            if not isinstance(forms[name], Float8Format):
+                orders[name] = getattr(rows, "order", None)
+            target.fill_quantised(rows)
+            continue
+        form = None if formats is None or len(target.shape) == 1 else formats(name)
+        if isinstance(form, GroupFormat):
+            values[name] = dequantised(form, quantise(tensors[name], form))[:, : target.shape[1]]
+            orders[name] = None
+        target.fill(tensors[name])
+    return values, orders

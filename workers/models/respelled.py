@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from workers.models.errors import ModelError
-from workers.models.family import EXPERTS, FULL, MLP, RECURRENT_TYPES, SLIDING, LayerTypes
+from workers.models.family import CONV, EXPERTS, FULL, LINEAR, MLP, SLIDING, LayerTypes
 from workers.models.values import boolean, integer, non_negative_integer, number
 
 
@@ -74,7 +74,7 @@ def lfm2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
         full = range(layers) if full is None else full
         if not isinstance(full, range | list):
             raise ModelError(f"full_attn_idxs: must be a list of layer numbers, got {full!r}")
-        found["layer_types"] = [FULL if index in full else "conv" for index in range(layers)]
+        found["layer_types"] = [FULL if index in full else CONV for index in range(layers)]
     return found
 
 
@@ -100,7 +100,7 @@ def delta_rule_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
         return settings
     every = integer(settings, "full_attention_interval", 4)
     layers = range(integer(settings, "num_hidden_layers"))
-    types = [FULL if (index + 1) % every == 0 else RECURRENT_TYPES["gated_delta"] for index in layers]
+    types = [FULL if (index + 1) % every == 0 else LINEAR for index in layers]
     return {**settings, "layer_types": types}
 
 
@@ -169,14 +169,12 @@ def kimi_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     if settings.get("layer_types") is None:
         full = linear.get("full_attn_layers")  # counted from 1
         full = full if isinstance(full, list) else [index + 1 for index in layers if index and index % 4 == 0]
-        found["layer_types"] = [
-            FULL if index + 1 in full else RECURRENT_TYPES["kimi_delta"] for index in layers
-        ]
+        found["layer_types"] = [FULL if index + 1 in full else LINEAR for index in layers]
     return latent_settings(found | {"no_rope_layers": [0] * len(layers)})
 
 
 # Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
-_OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
+_OLD_TYPES = {"mamba": LINEAR, "attention": FULL}
 
 
 def granite_hybrid_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
@@ -184,7 +182,7 @@ def granite_hybrid_settings(settings: Mapping[str, object]) -> Mapping[str, obje
     layers = integer(settings, "num_hidden_layers")
     listed = settings.get("layer_types") or settings.get("layers_block_type")
     if listed is None:
-        listed = ["linear_attention"] * layers
+        listed = [LINEAR] * layers
     if isinstance(listed, list):
         listed = [_OLD_TYPES.get(str(one), one) for one in listed]
     found = {**granite_moe_settings(settings), "layer_types": listed}
@@ -201,7 +199,7 @@ def bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(full, list):
         raise ModelError(f"attn_layer_indices: must be a list of layer numbers, got {full!r}")
     layers = range(integer(settings, "num_hidden_layers"))
-    types = [FULL if index in full else RECURRENT_TYPES["mamba2"] for index in layers]
+    types = [FULL if index in full else LINEAR for index in layers]
     return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
@@ -215,9 +213,7 @@ def jamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     has_experts = integer(settings, "num_experts") > 1
     return {
         **settings,
-        "layer_types": [
-            FULL if index % full[0] == full[1] else RECURRENT_TYPES["mamba1"] for index in layers
-        ],
+        "layer_types": [FULL if index % full[0] == full[1] else LINEAR for index in layers],
         "mlp_only_layers": [i for i in layers if not has_experts or i % sparse[0] != sparse[1]],
         "no_rope_layers": [0] * len(layers),
         "norm_topk_prob": False,
@@ -230,7 +226,7 @@ def falcon_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
 
 
 # Letters of `hybrid_override_pattern`.
-_NEMOTRON_TYPES = {"M": "linear_attention", "*": FULL, "-": MLP, "E": EXPERTS}
+_NEMOTRON_TYPES = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
 # Old names of settings, which the library prefers, and names that other families have.
 _NEMOTRON_NAMES = (
     ("mamba_n_groups", "n_groups", "mamba_n_groups"),

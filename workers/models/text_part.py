@@ -12,57 +12,41 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from workers.models.errors import ModelError
+from workers.models.values import names
 
 _Value = TypeVar("_Value")
 
-WRAPPERS: dict[str, str] = {
-    "aria": "aria_text",
-    "audioflamingo3": "qwen2",
-    "deepseek_vl": "llama",
-    "deepseek_vl_hybrid": "llama",
-    "exaone4_5": "exaone4",
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_unified_text",
-    "glmasr": "llama",
-    "got_ocr2": "qwen2",
-    "granite_speech": "granite",
-    "granite_speech_plus": "granite",
-    "hyperclovax_vision_v2": "hyperclovax",
-    "idefics2": "mistral",
-    "idefics3": "llama",
-    "internvl": "qwen2",
-    "lfm2_vl": "lfm2",
-    "lfm3_vl": "lfm3",
-    "lighton_ocr": "qwen3",
-    "llama4": "llama4_text",
-    "llava": "llama",
-    "llava_next": "llama",
-    "llava_next_video": "llama",
-    "llava_onevision": "qwen2",
-    "minicpm_ocr": "qwen3_5_text",
-    "minicpmv4_6": "qwen3_5_text",
-    "minicpmv4_7": "qwen3_5_text",
-    "mistral3": "mistral",
-    "moss_transcribe_diarize": "qwen3",
-    "musicflamingo": "qwen2",
-    "ovis2": "qwen2",
-    "pp_chart2table": "qwen2",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen2_audio": "qwen2",
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_asr": "qwen3",
-    "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "smolvlm": "llama",
-    "video_llama_3": "qwen2",
-    "video_llava": "llama",
-    "vipllava": "llama",
-    "voxtral": "llama",
+# Those whose config may not say it, by what their text part is then.
+_WRAPPERS_OF: dict[str, str] = {
+    "aria_text": "aria",
+    "qwen2": (
+        "audioflamingo3 got_ocr2 internvl llava_onevision musicflamingo ovis2 pp_chart2table "
+        "qwen2_audio video_llama_3"
+    ),
+    "llama": (
+        "deepseek_vl deepseek_vl_hybrid glmasr idefics3 llava llava_next llava_next_video smolvlm "
+        "video_llava vipllava voxtral"
+    ),
+    "exaone4": "exaone4_5",
+    "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4_unified",
+    "granite": "granite_speech granite_speech_plus",
+    "hyperclovax": "hyperclovax_vision_v2",
+    "mistral": "idefics2 mistral3",
+    "lfm2": "lfm2_vl",
+    "lfm3": "lfm3_vl",
+    "qwen3": "lighton_ocr moss_transcribe_diarize qwen3_asr",
+    "llama4_text": "llama4",
+    "qwen3_5_text": "minicpm_ocr minicpmv4_6 minicpmv4_7 qwen3_5",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
 }
+WRAPPERS = {wrapper: text for text, wrappers in _WRAPPERS_OF.items() for wrapper in wrappers.split()}
 """The `model_type` of multimodal models, and that of their text part if this does not say it."""
 
 # Text parts that differ from another text model only in what they do with images, and what the settings of
@@ -87,34 +71,15 @@ RENAMED = (
 )
 """Prefixes of tensors of the text part, and those in a checkpoint of a text model. The first match counts."""
 
-LEFT_OUT = tuple(
-    f"{prefix}{part}"
-    for prefix in ("model.", "")
-    for part in (
-        "aligner.",
-        "audio_tower.",
-        "connector.",
-        "embed_audio.",
-        "embed_vision.",
-        "encoder.",
-        "high_res_vision_",
-        "image_newline",
-        "image_tower.",
-        "merger.",
-        "mm_projector.",
-        "multi_modal_projector.",
-        "projector.",
-        "video_tower.",
-        "vision_embedder.",
-        "vision_encoder.",
-        "vision_model.",
-        "vision_projection.",
-        "vision_projector.",
-        "vision_tower.",
-        "visual.",
-        "visual_embeddings_table.",
-    )
+_OTHER_PARTS = names(
+    """
+    aligner. audio_tower. connector. embed_audio. embed_vision. encoder. high_res_vision_ image_newline
+    image_tower. merger. mm_projector. multi_modal_projector. projector. video_tower. vision_embedder.
+    vision_encoder. vision_model. vision_projection. vision_projector. vision_tower. visual.
+    visual_embeddings_table.
+    """
 )
+LEFT_OUT = tuple(f"{prefix}{part}" for prefix in ("model.", "") for part in sorted(_OTHER_PARTS))
 """The prefixes of the tensors of the other parts."""
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.models.errors import ModelError
-from workers.models.files import exists, open_regular, parse_object, read_file
+from workers.models.files import exists, open_regular, parse_object, read_file, warn_too_large
 from workers.models.token_settings import AddedToken, TokenSettings, added_token, read_token_settings
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
     with open_regular(file) as opened:
         size_bytes = os.fstat(opened.fileno()).st_size
     if size_bytes > max_bytes:
-        _warn(file, size_bytes, max_bytes)
+        warn_too_large(file, size_bytes, max_bytes)
         return TokenizerFile()
     content = read_file(file, max_bytes)
     parsed = parse_object(content, file, max_values=_MAX_VALUES)
@@ -75,7 +75,7 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
         text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
         content = text.encode(errors="surrogatepass")
     if len(content) > max_bytes:
-        _warn(file, len(content), max_bytes)
+        warn_too_large(file, len(content), max_bytes)
         return TokenizerFile()
     beyond = vocabulary.num_beyond(vocab_size)
     if beyond:
@@ -173,12 +173,3 @@ class _Vocabulary:
         self._next_id = max(self._next_id, token_id + 1)
         self._ids[token.content], self._tokens[token.content] = token_id, token
         return True
-
-
-def _warn(file: Path, size_bytes: int, max_bytes: int) -> None:
-    _log.warning(
-        "%s is too large to be sent to clients and is left out: it has %d bytes, the limit is %d",
-        file,
-        size_bytes,
-        max_bytes,
-    )

@@ -7,7 +7,6 @@ template writes messages of the roles query and document, as in vLLM.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from service.errors import InvalidArgument, SequenceTooLong, Unsupported
 from service.runtimes.embedding import BatchForward
 from service.text.text_model import TextModel
 
-_POOLING = re.compile(r"LogitScore(?::\d+)+")
 # Beyond which a likelihood is 0 as a float.
 _LARGE = 700
 
@@ -35,7 +33,7 @@ class CrossEncoder:
     @property
     def is_served(self) -> bool:
         """Whether the served model is one that reads pairs. Raises NoWorker."""
-        return _POOLING.fullmatch(self._state.first_ready.model.pooling) is not None
+        return bool(_answers(self._state.first_ready.model.pooling))
 
     async def judge(
         self, request: runner_pb2.EmbedRequest, pairs: Sequence[tuple[int, int]], context: Any
@@ -45,7 +43,7 @@ class CrossEncoder:
         Raises QuireError, for the first pair that fails.
         """
         pooling = self._state.first_ready.model.pooling
-        ids = [int(each) for each in pooling.split(":")[1:]]
+        ids = _answers(pooling)
         if len(ids) != 2:
             # A logit alone is not in an answer.
             raise Unsupported(f"the model's scores need {pooling}, which has no token for no")
@@ -88,3 +86,9 @@ class CrossEncoder:
             adapter_id=request.adapter_id,
             cache_salt=request.cache_salt,
         )
+
+
+def _answers(pooling: str) -> list[int]:
+    """The tokens for yes and for no, of "LogitScore:YES:NO"; empty: it is no such model."""
+    kind, *ids = pooling.split(":")
+    return [*map(int, ids)] if kind == "LogitScore" and all(map(str.isdigit, ids)) else []

@@ -35,6 +35,7 @@ _DEEPSEEK_V3 = Family(
         topk_group=4,
     ),
     reads=_LATENT_READS | {"rope_interleave"},
+    latent_attention=True,
     respelled=latent_settings,
     experts=_DEEPSEEK_EXPERTS,
     wide_routing=True,

@@ -109,7 +109,7 @@ def _attention(family: Family) -> dict[str, str]:
     names = dict(zip(files, family.attention_names, strict=True))
     names |= dict(zip(("attn_q_norm", "attn_k_norm"), family.qk_norm_names, strict=True))
     names["attn_output"] = family.attention_output
-    if "kv_lora_rank" in family.reads:
+    if family.latent_attention:
         names |= _LATENT
     return {ours: f"self_attn.{theirs}" for ours, theirs in names.items()}
 

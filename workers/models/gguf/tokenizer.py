@@ -19,6 +19,7 @@ from workers.common.gguf.header import Value
 from workers.common.gguf.settings import TOKEN_ARRAYS
 from workers.common.gguf.splits import Split, split_of
 from workers.models.chat_template import DEFAULT, ChatTemplate
+from workers.models.files import warn_too_large
 from workers.models.text import ModelText
 
 _log = logging.getLogger(__name__)
@@ -61,12 +62,7 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
     template = _template(metadata, tokens, max_bytes)
     content = json.dumps(_tokenizer(metadata, tokens), ensure_ascii=False, separators=(",", ":")).encode()
     if len(content) > max_bytes - template.nbytes:
-        _log.warning(
-            "the tokenizer is too large to be sent to clients and is left out: it has %d bytes, the limit is"
-            " %d",
-            len(content),
-            max_bytes,
-        )
+        warn_too_large("the tokenizer", len(content), max_bytes)
         content = b""
     pooling = _POOLINGS.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"), "")
     end_id = _token_id(metadata, "eos_token_id", len(tokens))
@@ -265,7 +261,7 @@ def _template(metadata: Mapping[str, Value], tokens: list[str], max_bytes: int) 
     texts = {name: tokens[index] for name, index in named.items() if index is not None}
     template = ChatTemplate(sources, texts)
     if template.nbytes > max_bytes:
-        _log.warning("the chat template is too large to be sent to clients and is left out")
+        warn_too_large("the chat template", template.nbytes, max_bytes)
         return ChatTemplate()
     return template
 

@@ -16,39 +16,14 @@ from torch import nn
 from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 
 from kernels.dequantise import dequantised
-from kernels.float8_weight import Float8Format
 from kernels.gguf_blocks import parts_of
 from kernels.group_formats import GroupFormat
 from kernels.grouped_weight import round_rows
-from kernels.quantisers import quantise
 from kernels.weight_formats import WeightFormat
 from workers.common.gguf.header import TYPES
-from workers.models.builder import FormatOf
+from workers.models.drawn_rows import scale_inputs
 from workers.models.family import Family
 from workers.models.parts import Part
-from workers.models.quantised.drawn_rows import scale_inputs
-
-
-@torch.inference_mode()
-def quantise_module(module: nn.Module, parameters: Mapping[str, nn.Parameter], format_of: FormatOf) -> None:
-    """Mutates a model whose projections are all `nn.Linear`. A tied head keeps its embedding's weight.
-
-    `parameters`: as `separate_experts` has them.
-    """
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    done = set[int]()
-    for part in module.modules():
-        if not isinstance(part, nn.Linear | nn.Embedding):
-            continue
-        form = format_of(names[id(part.weight)])
-        if form is None:  # the gate of a shared expert
-            continue
-        assert isinstance(form, GroupFormat)
-        if isinstance(part, nn.Linear):
-            part.register_forward_pre_hook(_round)
-        if id(part.weight) not in done:
-            done.add(id(part.weight))
-            part.weight.copy_(_dequantised(part.weight, form))
 
 
 class _Experts(nn.Module):
@@ -138,57 +113,48 @@ def separate_experts(module: Any, family: Family) -> Iterator[dict[str, nn.Param
 
 
 @torch.inference_mode()
-def put_blocks(
+def put_values(
     module: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    blocks: Mapping[str, tuple[WeightFormat, Part]],
+    values: Mapping[str, torch.Tensor],
+    orders: Mapping[str, torch.Tensor | None],
 ) -> AbstractContextManager[object]:
-    """Give parameters the values of quantised rows; of GGUF files, where it can, as the library reads them.
+    """Give parameters the values of quantised rows, and let projections round what they multiply.
 
     Returns:
-        What ends the rounding of that which they multiply.
+        What ends that rounding.
 
     Args:
-        module: Mutated: a model whose projections are `nn.Linear`, or routers.
+        module: Mutated: a model whose projections are `nn.Linear`, or routers. A tied head has the weight of
+            its embedding.
         parameters: Its parameters, by the names in a checkpoint.
-        blocks: The format of each matrix, and its rows as files have them; by the same names.
+        values: [O, I] each, by the same names.
+        orders: Of those whose inputs are rounded, the order in which these are in groups; None: as they are.
     """
-    orders: dict[int, torch.Tensor | None] = {}
-    for name, (form, rows) in blocks.items():
-        parameter = parameters[name]
-        parameter.copy_(_values(form, rows, parameter.shape[1]).view_as(parameter))
-        if not isinstance(form, Float8Format):
-            orders[id(parameter)] = getattr(rows, "order", None)
+    for name, matrix in values.items():
+        parameters[name].copy_(matrix.view_as(parameters[name]))
+    rounded = {id(parameters[name]): order for name, order in orders.items()}
     hooks = ExitStack()
     for part in module.modules():
         weight = None if isinstance(part, nn.Embedding) else getattr(part, "weight", None)
-        if id(weight) in orders:
-            hook = partial(_round, order=orders[id(weight)])
+        if id(weight) in rounded:
+            hook = partial(_round, order=rounded[id(weight)])
             hooks.callback(part.register_forward_pre_hook(hook).remove)
     return hooks
 
 
-def _values(form: WeightFormat, rows: Part, inputs: int) -> torch.Tensor:
+def values_of(form: WeightFormat, rows: Part, inputs: int) -> torch.Tensor:
+    """What rows of files stand for: [n, I]; those of GGUF, where it can, as the library reads them."""
     if not isinstance(rows, torch.Tensor):
         return rows.dense(scale_inputs(form, inputs))
-    return _values_of_blocks(form, rows, inputs)
-
-
-def _values_of_blocks(form: WeightFormat, raw: torch.Tensor, inputs: int) -> torch.Tensor:
-    assert isinstance(form, GroupFormat)
     number = next(number for number, (name, *_) in TYPES.items() if name == form.name)
     if number in GGML_BLOCK:
-        return dequantize(raw.flatten(), number)
-    return dequantised(form, parts_of(form.name, raw, inputs))
+        return dequantize(rows.flatten(), number)
+    assert isinstance(form, GroupFormat)
+    return dequantised(form, parts_of(form.name, rows, inputs))
 
 
-def _dequantised(weight: torch.Tensor, form: GroupFormat) -> torch.Tensor:
-    return dequantised(form, quantise(weight, form))[:, : weight.shape[1]]
-
-
-def _round(
-    _: nn.Module, inputs: tuple[torch.Tensor], order: torch.Tensor | None = None
-) -> tuple[torch.Tensor]:
+def _round(_: nn.Module, inputs: tuple[torch.Tensor], order: torch.Tensor | None) -> tuple[torch.Tensor]:
     """The inputs [..., I] of a projection, in groups of this order."""
     rows = inputs[0].flatten(0, -2)
     scales, values = round_rows(rows if order is None else rows[:, order])
