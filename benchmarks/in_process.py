@@ -15,7 +15,8 @@ from workers.executors.base import ModelExecutor
 from workers.executors.errors import ExecutorError, KvMissing
 from workers.given_experts import GivenExperts
 from workers.models.inputs import MAX_TREE_TOKENS
-from workers.operations import GREEDY, Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import GREEDY, OutputSpec, RowOutput
 
 # Of what is not kept.
 _SCORED = -1

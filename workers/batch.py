@@ -24,7 +24,8 @@ from workers.models.inputs import (
     TokenTrees,
     depths_and_ancestors,
 )
-from workers.operations import GREEDY, Chunk, OutputSpec, RowChoice, Sampling
+from workers.operations import Chunk
+from workers.outputs import GREEDY, OutputSpec, RowChoice, Sampling
 from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 

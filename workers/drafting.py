@@ -29,7 +29,8 @@ from workers.executors.engine import Engine
 from workers.kv.page_pool import OutOfPages
 from workers.kv.table import KvTable
 from workers.logging import get_logger
-from workers.operations import GREEDY, Chunk, Forward, Kind, OutputSpec
+from workers.operations import Chunk, Forward, Kind
+from workers.outputs import GREEDY, OutputSpec
 from workers.runners.base import DeviceLostError
 
 _log = get_logger(__name__)

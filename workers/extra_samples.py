@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.operations import OutputSpec, RowOutput
+from workers.outputs import OutputSpec, RowOutput
 from workers.row_outputs import log_probabilities
 from workers.sampling import RowChoices, SamplingRow, choose_rows, keys_of
 

@@ -55,7 +55,8 @@ from workers.decodes import (
     Mask,
 )
 from workers.executors.engine import Engine
-from workers.operations import Accept, Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Accept, Forward, Kind
+from workers.outputs import OutputSpec, RowOutput
 from workers.scheduler import Scheduler
 
 # A result that is not requested within this time is dropped. Until then its sequence holds one more token.

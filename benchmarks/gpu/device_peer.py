@@ -38,7 +38,8 @@ from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
 from benchmarks.in_process import LlmExecutor
 from workers.decodes import POSITION, Decodes
-from workers.operations import GREEDY, Abort, Chunk, Forward, Kind, OutputSpec, Sampling, TokenMask
+from workers.operations import Abort, Chunk, Forward, Kind
+from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 from workers.runners.rank_processes import RankProcesses
 from workers.runners.tensor_parallel import RankGroup
 

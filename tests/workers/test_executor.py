@@ -13,13 +13,8 @@ from tests.model_factory import TinyModel, make_model
 from workers.executors.errors import ExecutorError
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError
-from workers.operations import (
-    GREEDY,
-    Chunk,
-    DataType,
-    Forward,
-    OutputSpec,
-)
+from workers.operations import Chunk, Forward
+from workers.outputs import GREEDY, DataType, OutputSpec
 
 PAGES = 12
 VOCAB = 1024

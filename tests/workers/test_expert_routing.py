@@ -20,7 +20,8 @@ from tests.workers.stepping import Worker
 from workers.executors.errors import ExecutorError
 from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
-from workers.operations import Failed, Forward, Kind, OutputSpec, RowOutput, Sampling, TokenMask
+from workers.operations import Failed, Forward, Kind
+from workers.outputs import OutputSpec, RowOutput, Sampling, TokenMask
 
 FAMILIES = ("mixtral", "qwen3_moe with dense layers")
 VOCAB = 97

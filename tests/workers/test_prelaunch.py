@@ -19,7 +19,6 @@ from workers.decodes import OP_ID, Decodes
 from workers.kv import integrity
 from workers.kv.page_pool import IntegrityError
 from workers.operations import (
-    GREEDY,
     AdapterSource,
     ChangeAdapters,
     CheckIntegrity,
@@ -34,6 +33,7 @@ from workers.operations import (
     Result,
     Truncate,
 )
+from workers.outputs import GREEDY
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
 

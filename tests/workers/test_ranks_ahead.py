@@ -18,7 +18,8 @@ from tests.workers.test_joining import PENALTIES, Callers, Text
 from tests.workers.test_prelaunch import chosen, decode, prefill
 from workers.executors import llm
 from workers.executors.llm import LlmExecutor
-from workers.operations import OutputSpec, Release, Sampling, Truncate
+from workers.operations import Release, Truncate
+from workers.outputs import OutputSpec, Sampling
 from workers.runners.base import DeviceLostError
 from workers.runners.rank_plan import ForwardPlan, Way
 from workers.runners.rank_processes import RankProcesses

@@ -18,7 +18,7 @@ from workers.common import worker_pb2
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.logging import fields_of
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
 

@@ -16,7 +16,8 @@ from tests.tiny_types import tiny_config
 from tests.token_trees import Tree, random_tree
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
-from workers.operations import GREEDY, Accept, Chunk, DataType, Forward, Kind, OutputSpec, Sampling
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import GREEDY, DataType, OutputSpec, Sampling
 from workers.token_trees import children_of, kept_path, path_to
 
 VOCAB = 97

@@ -25,15 +25,12 @@ from workers.kv_disk import KvDisk
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
-from workers.operations import (
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import (
     GREEDY,
-    Accept,
-    Chunk,
     DataType,
     DraftProbabilities,
-    Forward,
     HiddenSpec,
-    Kind,
     OutputSpec,
     RowChoice,
     Sampling,

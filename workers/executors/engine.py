@@ -45,7 +45,8 @@ from workers.kv.states import StateSlots
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
-from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import add_captured, add_means
 from workers.runners.base import After, LaunchedStep, Runner, StepResult, raise_if_lost
