@@ -37,7 +37,7 @@ from workers.decodes import (
     Mask,
 )
 from workers.distribution import apply_drafts
-from workers.executors.errors import ExecutorError, KvMissing, NoTrees
+from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.info import ExecutorStatus, StepCounts
 from workers.executors.step_results import accepted_drafts, draws_of, row_outputs, scores_of, without_failed
 from workers.kv.sequence import KvSequence
@@ -578,18 +578,12 @@ class Engine:
         return None if known is None else len(known)
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
-        """Makes sequences that share the pages of another. Raises KvMissing or ExecutorError."""
-        parent = self._known(sequence)
-        if len(set(children)) < len(children) or any(map(self.kv_table.get, children)):
-            raise ExecutorError(f"children {list(children)} of {sequence}")
-        self.kv_table.fork(parent, children)
+        """Makes sequences that share the pages of another. Raises KvMissing, and as `KvTable.fork`."""
+        self.kv_table.fork(self._known(sequence), children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
-        """Truncates a sequence and frees its pages. Raises KvMissing or ExecutorError."""
-        known = self._known(sequence)
-        if not 0 <= new_len <= len(known):
-            raise ExecutorError(f"{len(known)} tokens cannot be truncated to {new_len}")
-        self.kv_table.truncate(known, new_len)
+        """Truncates a sequence and frees its pages. Raises KvMissing, and as `KvTable.truncate`."""
+        self.kv_table.truncate(self._known(sequence), new_len)
 
     def release(self, sequence: int) -> bool:
         """Removes a sequence. False if it was not known."""
