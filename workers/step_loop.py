@@ -477,7 +477,14 @@ class StepLoop:
         self._answers.flush()
         now_ns, has_others = time.monotonic_ns(), len(self._answers.answered) or len(self._scheduler)
         until_ns = 2 * now_ns - self._began_ns if has_others else None
-        drafting.draft(forwards, self._engine.kv_table, until_ns)
+        try:
+            drafting.draft(forwards, self._engine.kv_table, until_ns)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            _log.error("tokens could not be drafted", exc_info=error)
+            for forward in forwards:
+                forward.drafts = ()
         for forward in forwards:
             self._answers.forward(forward)
 
