@@ -509,7 +509,7 @@ class StepLoop:
             self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
             decodes = decodes.take(~prelaunched)
         if decodes.size:
-            self._engine.count_decodes(decodes)
+            self._engine.stats.count_decodes(decodes)
             self._answers.decodes(decodes, launched)
 
     def flush(self) -> None:

@@ -259,5 +259,5 @@ def test_a_prelaunched_decode_has_its_experts(
         assert isinstance(done, Forward)
         rows += done.outputs
         text = [*text, done.outputs[-1].token_id]
-    assert executor.engine.status().counts.decode_operations == 7
+    assert executor.engine.stats.status().counts.decode_operations == 7
     assert np.array_equal(experts_of(rows, executor), library_experts(directory, text[:-1])[4:])

@@ -194,7 +194,7 @@ class ModelExecutor:
 
     def status(self) -> ExecutorStatus:
         """The running step, and the counts since the start."""
-        status = self.engine.status()
+        status = self.engine.stats.status()
         if self._draft_model is None or status.step_age_ns:
             return status
         # Drafts are made between two steps. If that ends never, it is noticed as if a step did not end.
