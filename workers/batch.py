@@ -1,6 +1,6 @@
 """Packs the chunks of one step into the tensors of one forward.
 
-Plain decodes are columns already (`decodes`), and come first. The rest is packed one after the other.
+Plain decodes are columns already (`decodes`), and come first. Chunks are packed one after the other.
 
 Dimension letters: T tokens; N plain decodes and chunks; R wanted rows; P pages in the longest page table.
 """
@@ -8,8 +8,7 @@ Dimension letters: T tokens; N plain decodes and chunks; R wanted rows; P pages 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
 Tables = NDArray[np.int32]
-Number = TypeVar("Number", np.int32, np.int64)
 # The tokens of the sequence of one of some plain decodes, up to its own.
 HistoryOf = Callable[[Decodes, int], NDArray[np.int64]]
 
@@ -46,129 +44,88 @@ def pack(
 
     The pages for their tokens must be reserved. `tables`: [N, P] the pages of the plain decodes.
     """
-    columns, lora_slots = _columns_of(decodes, tables, page_size), decodes.columns[LORA_SLOT]
-    if chunks:
-        return _pack_chunks(chunks, page_size, columns, lora_slots)
-    if max(lora_slots.tolist(), default=-1) < 0:
-        return _inputs(columns)
-    return _inputs(columns, lora_slots=torch.from_numpy(lora_slots.astype(np.int32)))
+    if not chunks:
+        return _of_decodes(decodes, tables, page_size)
+    packed = _of_chunks(chunks, page_size)
+    return _of_decodes(decodes, tables, page_size).with_chunks(packed) if decodes.size else packed
 
 
-@dataclass(slots=True)
-class _Packed:
-    """The inputs of a forward as they are made. Dimension letters as above."""
-
-    token_ids: NDArray[np.int64]  # [T]
-    positions: NDArray[np.int64]  # [T]
-    slots: NDArray[np.int64]  # [T]
-    wanted_rows: NDArray[np.int64]  # [R]
-    query_starts: NDArray[np.int32]  # [N + 1]
-    page_tables: Tables  # [N, P]
-    query_lens: list[int]
-    context_lens: NDArray[np.int32]  # [N]
-
-
-def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
+def _of_decodes(decodes: Decodes, tables: Tables, page_size: int) -> ForwardInputs:
     count, columns = decodes.size, decodes.columns
-    positions, starts = columns[POSITION], np.arange(count + 1)
+    positions, starts, adapters = columns[POSITION], np.arange(count + 1), columns[LORA_SLOT]
     items, page = starts[:count], positions // page_size
-    return _Packed(
-        token_ids=columns[TOKEN],
-        positions=positions,
-        slots=(tables[items, page] - page) * page_size + positions,
-        wanted_rows=items,
-        query_starts=starts.astype(np.int32),
-        page_tables=tables,
-        query_lens=[1] * count,
-        context_lens=(positions + 1).astype(np.int32),
+    slots = (tables[items, page] - page) * page_size + positions
+    context_lens = (positions + 1).astype(np.int32)
+    has_adapter = max(adapters.tolist(), default=-1) >= 0
+    # torch.from_numpy copies nothing, and takes a fraction of the time of torch.tensor.
+    return ForwardInputs(
+        token_ids=torch.from_numpy(columns[TOKEN]),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        wanted_rows=torch.from_numpy(items),
+        lora_slots=torch.from_numpy(adapters.astype(np.int32)) if has_adapter else None,
+        attention=AttentionBatch(
+            page_tables=torch.from_numpy(tables),
+            query_starts=torch.from_numpy(starts.astype(np.int32)),
+            context_lens=torch.from_numpy(context_lens),
+            query_lens=[1] * count,
+            context_lens_host=context_lens.tolist(),
+        ),
     )
 
 
-def _pack_chunks(
-    chunks: Sequence[Chunk], page_size: int, plain: _Packed, plain_slots: NDArray[np.int64]
-) -> ForwardInputs:
-    """Adds the chunks to the inputs of plain decodes. `plain_slots`: [N] those of their adapters."""
+def _of_chunks(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     wanted_rows: list[int] = []
-    query_starts: list[int] = []
-    query_lens: list[int] = []
+    query_starts = [0]
     context_lens: list[int] = []
-    before = len(plain.query_lens)
     for chunk in chunks:
-        forward, first_row = chunk.forward, before + len(token_ids)
+        forward, first_row = chunk.forward, len(token_ids)
         start, pages = forward.position + chunk.start, forward.kv.pages
         end = start + chunk.count
         token_ids.extend(chunk.token_ids)
         positions.extend(_positions_in_tree(chunk) if forward.parents else range(start, end))
         slots += [pages[i // page_size] * page_size + i % page_size for i in range(start, end)]
         wanted_rows.extend(range(first_row + chunk.wanted.start, first_row + chunk.count))
-        query_starts.append(before + len(token_ids))
-        query_lens.append(chunk.count)
+        query_starts.append(len(token_ids))
         context_lens.append(end)
-    tables = _page_tables(chunks, context_lens, page_size, plain.page_tables)
-    packed = _Packed(
-        token_ids=_joined(plain.token_ids, token_ids),
-        positions=_joined(plain.positions, positions),
-        slots=_joined(plain.slots, slots),
-        wanted_rows=_joined(plain.wanted_rows, wanted_rows),
-        query_starts=_joined(plain.query_starts, query_starts),
-        page_tables=tables,
-        query_lens=plain.query_lens + query_lens,
-        context_lens=_joined(plain.context_lens, context_lens),
-    )
-    return _inputs(
-        packed,
-        lora_slots=_lora_slots(chunks, plain_slots.tolist()),
-        experts=_given_experts(chunks, before),
-        trees=_trees(chunks, context_lens, plain.context_lens.tolist()),
-    )
-
-
-def _joined(plain: NDArray[Number], values: list[int]) -> NDArray[Number]:
-    more = np.array(values, plain.dtype)
-    return np.concatenate([plain, more]) if len(plain) else more
-
-
-def _inputs(
-    packed: _Packed,
-    lora_slots: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None,
-    trees: TokenTrees | None = None,
-) -> ForwardInputs:
-    # torch.from_numpy copies nothing, and takes a fraction of the time of torch.tensor.
     return ForwardInputs(
-        token_ids=torch.from_numpy(packed.token_ids),
-        positions=torch.from_numpy(packed.positions),
-        slots=torch.from_numpy(packed.slots),
-        wanted_rows=torch.from_numpy(packed.wanted_rows),
-        lora_slots=lora_slots,  # [T]
-        experts=experts,  # [T, L, E]
+        token_ids=_tensor(token_ids, np.int64),
+        positions=_tensor(positions, np.int64),
+        slots=_tensor(slots, np.int64),
+        wanted_rows=_tensor(wanted_rows, np.int64),
+        lora_slots=_lora_slots(chunks),
+        experts=_given_experts(chunks),
         attention=AttentionBatch(
-            page_tables=torch.from_numpy(packed.page_tables),
-            query_starts=torch.from_numpy(packed.query_starts),
-            context_lens=torch.from_numpy(packed.context_lens),
-            query_lens=packed.query_lens,
-            context_lens_host=packed.context_lens.tolist(),
-            trees=trees,
+            page_tables=_page_tables(chunks, context_lens, page_size),
+            query_starts=_tensor(query_starts, np.int32),
+            context_lens=_tensor(context_lens, np.int32),
+            query_lens=[chunk.count for chunk in chunks],
+            context_lens_host=context_lens,
+            trees=_trees(chunks, context_lens),
         ),
     )
 
 
-def _lora_slots(chunks: Sequence[Chunk], before: list[int]) -> torch.Tensor | None:
-    """The slot of each row's adapter, after rows with the slots `before`. -1: it has none. None: none has."""
-    slots = before + [chunk.forward.lora_slot for chunk in chunks]
+def _tensor(values: Sequence[int], dtype: type[np.signedinteger[Any]]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype))
+
+
+def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    """The slot of each row's adapter: [T]. -1: it has none. None: none has."""
+    slots = [chunk.forward.lora_slot for chunk in chunks]
     if max(slots) < 0:
         return None
-    counts = torch.tensor([1] * len(before) + [chunk.count for chunk in chunks])
+    counts = torch.tensor([chunk.count for chunk in chunks])
     return torch.tensor(slots, dtype=torch.int32).repeat_interleave(counts)
 
 
-def _given_experts(chunks: Sequence[Chunk], before: int) -> torch.Tensor | None:
-    """The experts that each row is computed with, or -1, after `before` rows without. None: none given."""
+def _given_experts(chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    """The experts that each row is computed with, or -1: [T, L, E]. None: none are given."""
     given: torch.Tensor | None = None
-    row, rows = before, before + sum([chunk.count for chunk in chunks])
+    row, rows = 0, sum([chunk.count for chunk in chunks])
     for chunk in chunks:
         experts, start, end = chunk.forward.experts, chunk.start, chunk.start + chunk.count
         if experts is not None:
@@ -188,15 +145,15 @@ def _positions_in_tree(chunk: Chunk) -> list[int]:
     return [chunk.forward.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
 
 
-def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], before: Sequence[int]) -> TokenTrees | None:
-    """The trees of the chunks, for attention, after plain decodes with contexts `before`. None: no trees."""
-    is_tree = [False] * len(before) + [bool(chunk.forward.parents) for chunk in chunks]
+def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees | None:
+    """The trees of the chunks, for attention. None: there are none."""
+    is_tree = [bool(chunk.forward.parents) for chunk in chunks]
     if True not in is_tree:
         return None
-    roots = list(before)
-    ancestors = [0] * len(before)
-    depths = torch.zeros((len(is_tree), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
-    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True), len(before)):
+    roots: list[int] = []
+    ancestors: list[int] = []
+    depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
+    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True)):
         if chunk.forward.parents:
             roots.append(chunk.forward.position)
             tree_depths, tree_ancestors = depths_and_ancestors(chunk.forward.parents)
@@ -213,17 +170,13 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], before: Sequenc
     )
 
 
-def _page_tables(
-    chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int, before: Tables
-) -> Tables:
-    """The pages of the chunks, below those of plain decodes."""
+def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
+    """[N, P], with zeros behind the pages of each."""
     counts = [-(-length // page_size) for length in context_lens]
-    width = max(before.shape[1], *counts)
-    tables = np.zeros((len(before) + len(chunks), width), np.int32)
-    tables[: len(before), : before.shape[1]] = before
-    for item, (chunk, count) in enumerate(zip(chunks, counts, strict=True), len(before)):
+    tables = np.zeros((len(chunks), max(counts)), np.int32)
+    for item, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
         tables[item, :count] = chunk.forward.kv.pages[:count]
-    return tables  # [N, P]
+    return torch.from_numpy(tables)
 
 
 def sampling_rows(

@@ -360,7 +360,7 @@ class Prelauncher:
         done.columns[BATCH_ITEMS] = [result.batch_items for result in last]
         if not all(spec.is_token_only for spec in done.kinds):
             done.row_outputs = [result.output for result in last]
-        self._engine.stats.count_decodes(done)
+        self._engine.stats.count_decodes(done.columns[COMPUTE_NS].tolist())
         has_more = np.array([len(results) > 1 for results in taken], np.bool_)
         if not any(has_more):
             return (done,), done

@@ -22,7 +22,7 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
-from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
+from workers.decodes import ADAPTER, COMPUTE_NS, NO_DECODES, PRELAUNCH, Decodes
 from workers.drafting import Drafts
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
@@ -509,7 +509,7 @@ class StepLoop:
             self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
             decodes = decodes.take(~prelaunched)
         if decodes.size:
-            self._engine.stats.count_decodes(decodes)
+            self._engine.stats.count_decodes(decodes.columns[COMPUTE_NS].tolist())
             self._answers.decodes(decodes, launched)
 
     def flush(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from workers.decodes import COMPUTE_NS, Decodes
 from workers.executors.info import ExecutorStatus, StepCounts
 from workers.operations import Accept, Forward, Kind
 
@@ -49,9 +49,8 @@ class StepStats:
             self._counts.draft_tokens += len(forward.token_ids) - 1
             self._counts.accepted_draft_tokens += forward.kept - 1
 
-    def count_decodes(self, decodes: Decodes) -> None:
-        """Count plain decodes that were requested and are complete."""
-        times_ns = decodes.columns[COMPUTE_NS].tolist()
+    def count_decodes(self, times_ns: Sequence[int]) -> None:
+        """Count plain decodes that were requested and are complete, which took so long."""
         self._counts.add_operation(Kind.DECODE, sum(times_ns), len(times_ns))
 
     def reset(self) -> None:
