@@ -199,7 +199,7 @@ def sampling_rows(
             continue
         # The rows before those with an output only score the next token.
         rows += [_GREEDY_ROW] * (chunk.rows - chunk.output_rows)
-        rows += _rows_of_tree(chunk) if forward.parents else _rows_of_chain(chunk)
+        rows += _rows_of_chunk(chunk)
     return rows
 
 
@@ -217,55 +217,34 @@ def _rows_of_decodes(decodes: Decodes, history_of: HistoryOf | None) -> list[Sam
     return rows
 
 
-def _rows_of_chain(chunk: Chunk) -> list[SamplingRow]:
-    """The rows of a chunk whose tokens are consecutive."""
-    op = chunk.forward
-    counted_from = _counted_from(op.output.sampling, op.prompt_len)
-    rows: list[SamplingRow] = []
+def _rows_of_chunk(chunk: Chunk) -> Iterator[SamplingRow]:
+    """The rows with an output. In a tree, the history of each is the sequence and its path."""
+    op, tree, needs_history = chunk.forward, chunk.forward.parents, chunk.forward.output.needs_history
+    first, end = op.position + chunk.start, chunk.start + chunk.count
+    positions: Sequence[int] = _positions_in_tree(chunk) if tree else range(first, first + chunk.count)
+    children = children_of(tree) if tree else None
     history: Sequence[int] | NDArray[np.int64] = ()
-    if chunk.output_rows and op.output.needs_history:
+    if chunk.output_rows and needs_history:
         # One for all rows of the chunk: a separate history for each would cost tokens x rows.
-        history = np.concatenate([op.kv.token_ids.as_array(), chunk.token_ids])
-    for index in range(chunk.count - chunk.output_rows, chunk.count):
+        known = op.kv.token_ids.as_array()
+        history = known.astype(np.int64) if tree else np.concatenate([known, chunk.token_ids])
+    for index in range(end - chunk.output_rows, end):
         # The position of the chosen token; the tokens before it are its history.
-        position = op.position + chunk.start + index + 1
-        choice = op.choices[chunk.start + index] if op.choices else _NO_OWN_CHOICE
+        position = positions[index - chunk.start] + 1
+        choice = op.choices[index] if op.choices else _NO_OWN_CHOICE
         draft = None
         if choice.draft is not None:
-            draft = Draft((op.token_ids[chunk.start + index + 1],), choice.draft)
-        row = SamplingRow(
+            following = [index + 1] if children is None else children[index]
+            draft = Draft([op.token_ids[one] for one in following], choice.draft)
+        yield SamplingRow(
             spec=op.output.sampling,
             mask=choice.mask or op.output.mask,
             draft=draft,
             position=position,
             history=history,
-            history_len=min(position, len(history)),
-            prompt_len=counted_from,
-        )
-        rows.append(row)
-    return rows
-
-
-def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
-    """The rows of a tree's chunk. The history of each is the sequence and its path in the tree."""
-    op = chunk.forward
-    children = children_of(op.parents)
-    history: Sequence[int] | NDArray[np.int64] = ()
-    if op.output.needs_history:
-        history = op.kv.token_ids.as_array().astype(np.int64)
-    for index, position in enumerate(_positions_in_tree(chunk), start=chunk.start):
-        choice = op.choices[index] if op.choices else _NO_OWN_CHOICE
-        draft = None
-        if choice.draft is not None:
-            draft = Draft([op.token_ids[child] for child in children[index]], choice.draft)
-        yield SamplingRow(
-            spec=op.output.sampling,
-            mask=choice.mask or op.output.mask,
-            draft=draft,
-            position=position + 1,
-            history=history,
+            history_len=None if tree else min(position, len(history)),
             prompt_len=_counted_from(op.output.sampling, op.prompt_len),
-            path=[op.token_ids[at] for at in path_to(op.parents, index)] if op.output.needs_history else (),
+            path=[op.token_ids[at] for at in path_to(tree, index)] if tree and needs_history else (),
         )
 
 
