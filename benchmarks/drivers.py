@@ -185,17 +185,6 @@ async def execute(stub: RunnerStub, prompts: Sequence[Sequence[int]], steps: int
     return rate(done, len(items))
 
 
-async def first_chunk(stub: RunnerStub, prompt: Sequence[int]) -> Sample:
-    """The time to first token of a prompt with Execute."""
-    request = runner_pb2.ExecuteRequest(items=[_execute_item("", prompt, 1)])
-    request.items[0].item_id = "first"
-    began_ns = time.perf_counter_ns()
-    async for response in stub.Execute(request):
-        if any(chunk.token_ids for chunk in response.chunks):
-            return Sample([time.perf_counter_ns() - began_ns], len(prompt))
-    raise RuntimeError("no token came")
-
-
 async def score_choices(
     stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]], how: str
 ) -> Sample:

@@ -1,29 +1,24 @@
 """Executors for callers in the same process, without step loop and scheduler: for benchmarks and tests.
 
-Each method runs one forward, completely or not at all, and rejects what the RPC of the same name rejects. The
-caller chooses the sequence numbers, from 0 on. Not thread-safe.
+Each method runs one forward, completely or not at all. What is asked for is not checked: gateways do that.
+The caller chooses the sequence numbers, from 0 on. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from workers.executors import llm, weightless
 from workers.executors.base import ModelExecutor
-from workers.executors.errors import ExecutorError, KvMissing
 from workers.given_experts import GivenExperts
-from workers.models.inputs import MAX_TREE_TOKENS
-from workers.operations import GREEDY, Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import GREEDY, OutputSpec, RowOutput
 
 # Of what is not kept.
 _SCORED = -1
 _op_ids = itertools.count(1)
-
-
-class ExecutorClosed(ExecutorError):
-    """The executor was shut down. Only metadata and metrics are available."""
 
 
 class InProcess(ModelExecutor):
@@ -31,8 +26,6 @@ class InProcess(ModelExecutor):
 
     But an empty sequence may be removed.
     """
-
-    _closed = False
 
     def prefill(self, sequence: int, token_ids: Sequence[int], output: OutputSpec = GREEDY) -> RowOutput:
         """Appends tokens to a new or known sequence. Returns the output of the last one."""
@@ -49,7 +42,6 @@ class InProcess(ModelExecutor):
 
     def batch_decode(self, items: Sequence[tuple[int, int, OutputSpec]]) -> list[RowOutput]:
         """One decode for each of several known sequences, in one forward."""
-        self._check_known(key for key, _, _ in items)
         ops = [self._make_forward(key, [token], 1, output, Kind.DECODE) for key, token, output in items]
         return [done.outputs[-1] for done in self._run_all(ops)]
 
@@ -73,7 +65,6 @@ class InProcess(ModelExecutor):
         accept: Accept = Accept.ALL,
     ) -> tuple[Sequence[RowOutput], int]:
         """Appends n + 1 tokens to a known sequence. Returns their outputs, and how many drafts were kept."""
-        self._check_known([sequence])
         op = self._make_forward(sequence, token_ids, len(token_ids), output, Kind.VERIFY, accept)
         (done,) = self._run_all([op])
         return done.outputs, done.kept - 1
@@ -89,7 +80,6 @@ class InProcess(ModelExecutor):
 
         See `workers.token_trees` for `parents`.
         """
-        self._check_known([sequence])
         plain = self._make_forward(sequence, token_ids, len(token_ids), output, Kind.VERIFY, Accept.CHOSEN)
         op = dataclasses.replace(plain, parents=parents)
         (done,) = self._run_all([op])
@@ -107,31 +97,15 @@ class InProcess(ModelExecutor):
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
         """Makes sequences that share the pages of a known one."""
-        self._check_open()
         self.engine.fork(sequence, children)
 
     def truncate_kv(self, sequence: int, new_len: int) -> None:
         """Truncates a known sequence and frees its pages."""
-        self._check_open()
         self.engine.truncate(sequence, new_len)
 
     def release_cache(self, sequence: int) -> bool:
         """Removes a sequence. False if it was not known."""
         return self.engine.release(sequence)
-
-    def shutdown(self) -> None:
-        """Removes all sequences. After that these methods raise ExecutorClosed."""
-        self._closed = True
-        super().shutdown()
-
-    @property
-    def supports_native_unified_decode(self) -> bool:
-        """Whether decodes and prefills share one forward."""
-        return self._capabilities.supports_native_unified_decode
-
-    def kv_capacity(self) -> int:
-        """The maximum length of a sequence in tokens, as in `capabilities`."""
-        return self._capabilities.kv_capacity_tokens
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if pool and sequences disagree."""
@@ -162,13 +136,6 @@ class InProcess(ModelExecutor):
 
     def _run_all(self, ops: Sequence[Forward]) -> Sequence[Forward]:
         """Runs all operations in one forward, or none. Returns them, complete."""
-        self._check_open()
-        for op in ops:
-            self._check(op)
-        if len({op.sequence for op in ops}) < len(ops):
-            raise ExecutorError(f"sequences {[op.sequence for op in ops]} contain a duplicate")
-        if not ops:
-            return []
         try:
             for op in ops:
                 self.engine.begin(op)
@@ -182,55 +149,12 @@ class InProcess(ModelExecutor):
             self.engine.complete(op)
         return ops
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ExecutorClosed("the executor was shut down")
-
-    def _check_known(self, sequences: Iterable[int]) -> None:
-        self._check_open()
-        for sequence in sequences:
-            if self.engine.length(sequence) is None:
-                raise KvMissing(f"sequence {sequence} is not known")
-
-    def _check(self, op: Forward) -> None:
-        """Raises an ExecutorError for a forward that the model cannot run."""
-        if not op.token_ids:
-            raise ExecutorError(f"nothing to append to sequence {op.sequence}")
-        if not 0 <= op.wanted_rows <= len(op.token_ids):
-            raise ExecutorError(f"{op.wanted_rows} rows of {len(op.token_ids)} tokens")
-        if op.parents:
-            _check_tree(op)
-        vocab_size = self._model.vocab_size
-        for tokens in (op.token_ids, op.output.logprob_token_ids):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-                raise ExecutorError(
-                    f"tokens from {min(tokens)} to {max(tokens)} of a vocabulary of {vocab_size}"
-                )
-        hidden, layers = op.output.hidden, self._model.num_layers
-        if hidden is not None and not (
-            self.engine.runner.has_hidden_states and all(0 <= layer <= layers for layer in hidden.layers)
-        ):
-            raise ExecutorError(f"hidden states of layers {list(hidden.layers)} of {layers}")
-        if (op.output.experts or op.experts is not None) and not self._model.moe_layers:
-            raise ExecutorError(f"experts of {self._model.architecture}")
-        limit, end = self._capabilities.kv_capacity_tokens, op.position + len(op.token_ids)
-        if end > limit:
-            raise ExecutorError(f"{end} tokens in sequence {op.sequence}, which can have {limit}")
-
 
 def _raise_failure(ops: Sequence[Forward]) -> None:
     """Raises the failure of the first forward that has one."""
     for op in ops:
         if op.failure is not None:
             raise op.failure
-
-
-def _check_tree(op: Forward) -> None:
-    """Raises ExecutorError if the parents are not a tree."""
-    if len(op.parents) != len(op.token_ids) - 1 or len(op.token_ids) > MAX_TREE_TOKENS:
-        raise ExecutorError(f"{len(op.parents)} parents of {len(op.token_ids)} tokens")
-    if any(not 0 <= parent <= index for index, parent in enumerate(op.parents)):
-        raise ExecutorError(f"a parent is not before its token: {list(op.parents)}")
 
 
 class LlmExecutor(InProcess, llm.LlmExecutor):

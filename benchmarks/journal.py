@@ -1,8 +1,8 @@
 """The cost of the journal: `python -m benchmarks.journal [--directory DIR] [--postgres URL]`.
 
 Prints JSON: how long a turn of 32 decodes waits for its commit, with an event loop that has nothing else to
-do and with one that is busy, and what it takes of the CPU; how many turns a second can be written; how large
-the files become; and how long N tokens take to be recovered, as they were decoded, as prompts, and mixed.
+do and with one that is busy, and what it takes of the CPU; how many turns a second can be written; and how
+long N tokens take to be recovered, as they were decoded, as prompts, and mixed.
 Files lie in DIR, whose disk decides much. `--postgres` also measures commits in an empty database.
 """
 
@@ -15,7 +15,6 @@ import gc
 import io
 import json
 import shutil
-import sys
 import tempfile
 import time
 from array import array
@@ -25,7 +24,7 @@ from typing import Any
 
 from benchmarks import machine
 from service.caches.ledger import Ledger
-from service.caches.records import CacheCreated, CacheReleased, Record, TokensAppended
+from service.caches.records import CacheCreated, Record, TokensAppended
 from service.journal.base import Journal
 from service.journal.encoding import decode, encode, read_frames, seal, seed_of
 from service.journal.file_journal import FileJournal
@@ -110,14 +109,8 @@ async def _opened(place: Path | str, sync: Sync = "normal") -> AsyncIterator[Sto
     leases_table.terminate()
 
 
-async def commits(
-    place: Path | str, sync: Sync, *, busy: bool = False, switch_s: float = 0.005
-) -> dict[str, Any]:
-    """Turns, each of which waits for its commit, with a pause before the next.
-
-    `switch_s`: for how long a thread that is busy keeps the interpreter from others.
-    """
-    sys.setswitchinterval(switch_s)
+async def commits(place: Path | str, sync: Sync, *, busy: bool = False) -> dict[str, Any]:
+    """Turns, each of which waits for its commit, with a pause before the next."""
     waits: list[float] = []
     async with _opened(place, sync) as journal:
         work = asyncio.create_task(_work()) if busy else None
@@ -207,40 +200,6 @@ def recovery(directory: Path, rows: Iterator[list[Record]], tokens: int) -> dict
     }
 
 
-async def compaction(directory: Path) -> dict[str, Any]:
-    """The files' size with changing callers, and how long parts of a compaction block the event loop."""
-    ledger = Ledger()
-    journal = _open(directory, ledger=ledger)
-    journal.bind_ledger(ledger)
-    steps, written, largest = [], 0, 0
-    for index in range(10_000):
-        first, position = 1 + index // _DECODED_TOKENS * _CALLERS, index % _DECODED_TOKENS
-        records: list[Record] = []
-        if position == 0:
-            records += [_created(first + i) for i in range(_CALLERS)]
-            records += [
-                CacheReleased(first - 2 * _CALLERS + i) for i in range(_CALLERS) if first > 2 * _CALLERS
-            ]
-        records += turn(first, position)
-        await _commit(journal, records, ledger)
-        start = time.perf_counter()
-        part = asyncio.ensure_future(journal.compact())
-        await asyncio.sleep(0)
-        steps.append(time.perf_counter() - start)
-        await part
-        written += len(encode(records))
-        if index % 100 == 0:
-            largest = max(largest, _size(directory))
-    journal.close()
-    return {
-        "written_bytes": written,
-        "live_bytes": ledger.size_bytes,
-        "largest_bytes": largest,
-        "file_bytes": _size(directory),
-        "step_us": _percentiles_us(steps),
-    }
-
-
 def _open(directory: Path, sync: Sync = "normal", ledger: Ledger | None = None) -> FileJournal:
     found = Ledger() if ledger is None else ledger
     return FileJournal(directory, lambda record, _: found.apply(record), sync)
@@ -297,13 +256,9 @@ def main() -> None:
                 found[f"throughput_{name}"] = asyncio.run(throughput(places[2], "full"))
         found["commit"] = asyncio.run(commits(base / "idle", "normal"))
         found["commit_busy_loop"] = asyncio.run(commits(base / "busy", "normal", busy=True))
-        found["commit_busy_loop_switch_500us"] = asyncio.run(
-            commits(base / "switch", "normal", busy=True, switch_s=0.0005)
-        )
         found["commit_sync_full"] = asyncio.run(commits(base / "full", "full"))
         found["throughput"] = asyncio.run(throughput(base / "throughput"))
         if not options.commits_only:
-            found["compaction"] = asyncio.run(compaction(base / "compaction"))
             for name, rows in (("decoded", decoded), ("prompts", prompts), ("mixed", mixed)):
                 found[f"recovery_{name}"] = recovery(base / name, rows(options.tokens), options.tokens)
     finally:

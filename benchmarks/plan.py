@@ -17,7 +17,6 @@ class Entry:
         ours: Whether Quire's code is measured, so that `--against` measures another checkout beside it.
         bytes_read: What a step has to read at least; 0 where that is not the limit, or the peer says it.
         flops: What a step has to compute at least, likewise.
-        goal: The least share of the roof that it should reach, if any.
     """
 
     label: str
@@ -28,7 +27,6 @@ class Entry:
     ours: bool = True
     bytes_read: int = 0
     flops: int = 0
-    goal: float | None = None
 
     def labels(self) -> dict[str, str]:
         """The label of each part. The key of a single part is the empty string."""

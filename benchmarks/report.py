@@ -18,9 +18,6 @@ def markdown(result: Result) -> str:
     """The whole report."""
     parts = [f"# Benchmark of {result['date'][:10]}", description(result), f"Command: `{result['command']}`"]
     parts += [f"## {workload['title']}\n\n{_figures(workload)}" for workload in result["workloads"]]
-    shares = [row for workload in result["workloads"] for row in _share_goals(workload)]
-    if shares:
-        parts.append("## Goals for shares of the roof\n\n" + _table(("", "reached", "goal", ""), shares))
     ratios = _ratios(result, only_with_goal=False)
     if ratios:
         parts.append(f"## Ratios\n\nOf tokens/s, or of the times where a percentile is named.\n\n{ratios}")
@@ -130,7 +127,7 @@ def _figure_row(figure: Figure) -> _Row:
     tokens_per_s = _number(figure["tokens_per_s"]["p50"]) if "tokens_per_s" in figure else ""
     reached = share = ""
     if "reached" in figure:
-        rate, per_s, of_roof, _goal = figure["reached"]
+        rate, per_s, of_roof = figure["reached"][:3]
         unit, scale = _RATE_UNITS[rate]
         value = per_s / scale
         reached, share = f"{value:.1f} {unit}" if unit == "GB/s" else f"{value:.0f} {unit}", f"{of_roof:.0%}"
@@ -142,16 +139,6 @@ def _figure_row(figure: Figure) -> _Row:
         more.insert(0, f"p99 {_number(figure['ms']['p99'])} ms")
     rounds = str(figure["rounds"])
     return (figure["label"], _spread(figure["ms"]), tokens_per_s, reached, share, rounds, ", ".join(more))
-
-
-def _share_goals(workload: WorkloadResult) -> list[_Row]:
-    found: list[_Row] = []
-    for figure in workload.get("figures", []):
-        share, goal = figure.get("reached", [None] * 4)[2:]
-        if goal is not None:
-            label = f"{workload['title']}: {figure['label']}"
-            found.append((label, f"{share:.1%}", f"{goal:.0%}", _verdict(share, goal)))
-    return found
 
 
 def _ratios(result: Result, *, only_with_goal: bool) -> str:

@@ -35,7 +35,7 @@ def figure(label: str, entry: Entry, samples: Sequence[Sample], roof: Mapping[st
     """A figure from at least one sample; there is one sample for each round.
 
     `ms`, and where there are such things `tokens_per_s` and `latency_ms`, are spreads; `reached` is a rate of
-    the roof, what was reached of it, the share, and the goal for that; `more` holds means; `median_ms` is by
+    the roof, what was reached of it, and the share; `more` holds means; `median_ms` is by
     round.
     """
     ns, first = [value for sample in samples for value in sample.ns], samples[0]
@@ -50,7 +50,7 @@ def figure(label: str, entry: Entry, samples: Sequence[Sample], roof: Mapping[st
     for rate, amount in (("bytes_per_s", bytes_read), ("flops_per_s", flops)):
         if amount and rate in roof:
             per_s = amount / (ms["p50"] / 1e3)
-            found["reached"] = [rate, _short(per_s), _short(per_s / roof[rate]), entry.goal]
+            found["reached"] = [rate, _short(per_s), _short(per_s / roof[rate])]
     if first.more:
         found["more"] = {
             name: _short(np.mean([sample.more[name] for sample in samples])) for name in first.more

@@ -48,7 +48,7 @@ _LONG_TURN_S = 10.0
 # A peer's first call makes the files of its model, which for billions of weights takes minutes.
 _PREPARE_TIMEOUT_S = 1800.0
 # Methods of peers that use random prompts: new ones in each round, the same for all peers.
-_OF_NEW_PROMPTS = ("prefill", "first_token", "score", "loop", "mixed")
+_OF_NEW_PROMPTS = ("prefill", "score", "loop")
 
 
 class WorkloadRun:

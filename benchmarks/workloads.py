@@ -59,7 +59,6 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _prefill(shape, 1, share=1.0),
         _prefill(shape, 8, share=3.0),
         _execute(shape),
-        _first_token(),
         _score(),
         *map(_loop, _LOOPS),
         _gateway(),
@@ -168,23 +167,6 @@ def _execute(shape: Shape) -> Workload:
         title="Execute, 32 sequences, context 128",
         entries=entries,
         comparisons=comparisons,
-        optional=True,
-    )
-
-
-def _first_token() -> Workload:
-    """The overhead of Execute for a prompt."""
-    calls = ("Prefill", "Execute")
-    return Workload(
-        name="first-token",
-        title="a prompt of 128 tokens until its first token is there",
-        unit="prompt",
-        entries=[
-            Entry(call, "service", "first_token", {"prompt_tokens": 128, "call": call}) for call in calls
-        ],
-        comparisons=[Comparison("Execute", "Prefill", 0.83)],
-        warm={},
-        rounds=(5, 20),
         optional=True,
     )
 

@@ -59,6 +59,7 @@ WORKER_LAYERS = (
     {"sampling", "numpy_choice", "counter_rng", "logit_settings"},
     {"decodes"},
     {"operations"},
+    {"outputs"},
     {"kv", "logging", "orphan_timer", "token_trees", "given_experts"},
     {"common", "huge_pages", "machine_limits"},
 )
@@ -66,6 +67,7 @@ WORKER_LAYERS = (
 WITHOUT_TORCH = (
     "workers.coalescing",
     "workers.operations",
+    "workers.outputs",
     "workers.scheduler",
     "workers.kv.page_pool",
     "workers.kv.disk_pages",

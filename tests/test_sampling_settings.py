@@ -24,7 +24,7 @@ from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.dialects.anthropic import Messages
 from service.extensions.providers.dialects.base import refuse
 from service.extensions.providers.dialects.openai import Completions
-from workers import operations, wire
+from workers import operations, outputs, wire
 from workers.common import worker_pb2
 from workers.device_sampling import limits
 
@@ -102,8 +102,8 @@ def test_the_client_and_its_command_have_it(setting: Setting) -> None:
 
 def test_what_leaves_tokens_out_is_known_by_the_compiled_kernels_and_in_the_order_of_the_proto() -> None:
     """One that they lack would be 0 there, without an error."""
-    assert [field[0] for field in _Limits._fields_] == [*operations.LIMITS]
-    assert [name for name in NAMES if name in operations.LIMITS] == [*operations.LIMITS]
+    assert [field[0] for field in _Limits._fields_] == [*outputs.LIMITS]
+    assert [name for name in NAMES if name in outputs.LIMITS] == [*outputs.LIMITS]
 
 
 @each
@@ -117,8 +117,8 @@ def test_a_worker_computes_with_it(setting: Setting) -> None:
     assert isinstance(command, operations.Forward)
     spec = command.output.sampling
     assert spec is not None and getattr(spec, setting.name) == other_value(setting)
-    assert getattr(operations.Sampling(), setting.name) == setting.neutral
-    if setting.name in operations.LIMITS:
+    assert getattr(outputs.Sampling(), setting.name) == setting.neutral
+    if setting.name in outputs.LIMITS:
         drawn: Any = {"temperature": 1.0, setting.name: other_value(setting)}
-        (column,) = limits([operations.Sampling(**drawn)])[setting.name].tolist()
+        (column,) = limits([outputs.Sampling(**drawn)])[setting.name].tolist()
         assert column == other_value(setting)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from benchmarks.in_process import InProcess, LlmExecutor, PagedAttentionExecutor
 from service.model_names import WEIGHTLESS_MODEL, shipped_model_dir
-from workers.operations import OutputSpec, RowOutput
+from workers.outputs import OutputSpec, RowOutput
 
 _PAGES = 256
 _GREEDY = OutputSpec()

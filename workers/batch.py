@@ -1,6 +1,6 @@
 """Packs the chunks of one step into the tensors of one forward.
 
-Plain decodes are columns already (`decodes`), and come first. The rest is packed one after the other.
+Plain decodes are columns already (`decodes`), and come first. Chunks are packed one after the other.
 
 Dimension letters: T tokens; N plain decodes and chunks; R wanted rows; P pages in the longest page table.
 """
@@ -8,8 +8,7 @@ Dimension letters: T tokens; N plain decodes and chunks; R wanted rows; P pages 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +23,12 @@ from workers.models.inputs import (
     TokenTrees,
     depths_and_ancestors,
 )
-from workers.operations import GREEDY, Chunk, OutputSpec, RowChoice, Sampling
+from workers.operations import Chunk
+from workers.outputs import GREEDY, OutputSpec, RowChoice, Sampling
 from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
 Tables = NDArray[np.int32]
-Number = TypeVar("Number", np.int32, np.int64)
 # The tokens of the sequence of one of some plain decodes, up to its own.
 HistoryOf = Callable[[Decodes, int], NDArray[np.int64]]
 
@@ -45,129 +44,88 @@ def pack(
 
     The pages for their tokens must be reserved. `tables`: [N, P] the pages of the plain decodes.
     """
-    columns, lora_slots = _columns_of(decodes, tables, page_size), decodes.columns[LORA_SLOT]
-    if chunks:
-        return _pack_chunks(chunks, page_size, columns, lora_slots)
-    if max(lora_slots.tolist(), default=-1) < 0:
-        return _inputs(columns)
-    return _inputs(columns, lora_slots=torch.from_numpy(lora_slots.astype(np.int32)))
+    if not chunks:
+        return _of_decodes(decodes, tables, page_size)
+    packed = _of_chunks(chunks, page_size)
+    return _of_decodes(decodes, tables, page_size).with_chunks(packed) if decodes.size else packed
 
 
-@dataclass(slots=True)
-class _Packed:
-    """The inputs of a forward as they are made. Dimension letters as above."""
-
-    token_ids: NDArray[np.int64]  # [T]
-    positions: NDArray[np.int64]  # [T]
-    slots: NDArray[np.int64]  # [T]
-    wanted_rows: NDArray[np.int64]  # [R]
-    query_starts: NDArray[np.int32]  # [N + 1]
-    page_tables: Tables  # [N, P]
-    query_lens: list[int]
-    context_lens: NDArray[np.int32]  # [N]
-
-
-def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
+def _of_decodes(decodes: Decodes, tables: Tables, page_size: int) -> ForwardInputs:
     count, columns = decodes.size, decodes.columns
-    positions, starts = columns[POSITION], np.arange(count + 1)
+    positions, starts, adapters = columns[POSITION], np.arange(count + 1), columns[LORA_SLOT]
     items, page = starts[:count], positions // page_size
-    return _Packed(
-        token_ids=columns[TOKEN],
-        positions=positions,
-        slots=(tables[items, page] - page) * page_size + positions,
-        wanted_rows=items,
-        query_starts=starts.astype(np.int32),
-        page_tables=tables,
-        query_lens=[1] * count,
-        context_lens=(positions + 1).astype(np.int32),
+    slots = (tables[items, page] - page) * page_size + positions
+    context_lens = (positions + 1).astype(np.int32)
+    has_adapter = max(adapters.tolist(), default=-1) >= 0
+    # torch.from_numpy copies nothing, and takes a fraction of the time of torch.tensor.
+    return ForwardInputs(
+        token_ids=torch.from_numpy(columns[TOKEN]),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        wanted_rows=torch.from_numpy(items),
+        lora_slots=torch.from_numpy(adapters.astype(np.int32)) if has_adapter else None,
+        attention=AttentionBatch(
+            page_tables=torch.from_numpy(tables),
+            query_starts=torch.from_numpy(starts.astype(np.int32)),
+            context_lens=torch.from_numpy(context_lens),
+            query_lens=[1] * count,
+            context_lens_host=context_lens.tolist(),
+        ),
     )
 
 
-def _pack_chunks(
-    chunks: Sequence[Chunk], page_size: int, plain: _Packed, plain_slots: NDArray[np.int64]
-) -> ForwardInputs:
-    """Adds the chunks to the inputs of plain decodes. `plain_slots`: [N] those of their adapters."""
+def _of_chunks(chunks: Sequence[Chunk], page_size: int) -> ForwardInputs:
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     wanted_rows: list[int] = []
-    query_starts: list[int] = []
-    query_lens: list[int] = []
+    query_starts = [0]
     context_lens: list[int] = []
-    before = len(plain.query_lens)
     for chunk in chunks:
-        forward, first_row = chunk.forward, before + len(token_ids)
+        forward, first_row = chunk.forward, len(token_ids)
         start, pages = forward.position + chunk.start, forward.kv.pages
         end = start + chunk.count
         token_ids.extend(chunk.token_ids)
         positions.extend(_positions_in_tree(chunk) if forward.parents else range(start, end))
         slots += [pages[i // page_size] * page_size + i % page_size for i in range(start, end)]
         wanted_rows.extend(range(first_row + chunk.wanted.start, first_row + chunk.count))
-        query_starts.append(before + len(token_ids))
-        query_lens.append(chunk.count)
+        query_starts.append(len(token_ids))
         context_lens.append(end)
-    tables = _page_tables(chunks, context_lens, page_size, plain.page_tables)
-    packed = _Packed(
-        token_ids=_joined(plain.token_ids, token_ids),
-        positions=_joined(plain.positions, positions),
-        slots=_joined(plain.slots, slots),
-        wanted_rows=_joined(plain.wanted_rows, wanted_rows),
-        query_starts=_joined(plain.query_starts, query_starts),
-        page_tables=tables,
-        query_lens=plain.query_lens + query_lens,
-        context_lens=_joined(plain.context_lens, context_lens),
-    )
-    return _inputs(
-        packed,
-        lora_slots=_lora_slots(chunks, plain_slots.tolist()),
-        experts=_given_experts(chunks, before),
-        trees=_trees(chunks, context_lens, plain.context_lens.tolist()),
-    )
-
-
-def _joined(plain: NDArray[Number], values: list[int]) -> NDArray[Number]:
-    more = np.array(values, plain.dtype)
-    return np.concatenate([plain, more]) if len(plain) else more
-
-
-def _inputs(
-    packed: _Packed,
-    lora_slots: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None,
-    trees: TokenTrees | None = None,
-) -> ForwardInputs:
-    # torch.from_numpy copies nothing, and takes a fraction of the time of torch.tensor.
     return ForwardInputs(
-        token_ids=torch.from_numpy(packed.token_ids),
-        positions=torch.from_numpy(packed.positions),
-        slots=torch.from_numpy(packed.slots),
-        wanted_rows=torch.from_numpy(packed.wanted_rows),
-        lora_slots=lora_slots,  # [T]
-        experts=experts,  # [T, L, E]
+        token_ids=_tensor(token_ids, np.int64),
+        positions=_tensor(positions, np.int64),
+        slots=_tensor(slots, np.int64),
+        wanted_rows=_tensor(wanted_rows, np.int64),
+        lora_slots=_lora_slots(chunks),
+        experts=_given_experts(chunks),
         attention=AttentionBatch(
-            page_tables=torch.from_numpy(packed.page_tables),
-            query_starts=torch.from_numpy(packed.query_starts),
-            context_lens=torch.from_numpy(packed.context_lens),
-            query_lens=packed.query_lens,
-            context_lens_host=packed.context_lens.tolist(),
-            trees=trees,
+            page_tables=_page_tables(chunks, context_lens, page_size),
+            query_starts=_tensor(query_starts, np.int32),
+            context_lens=_tensor(context_lens, np.int32),
+            query_lens=[chunk.count for chunk in chunks],
+            context_lens_host=context_lens,
+            trees=_trees(chunks, context_lens),
         ),
     )
 
 
-def _lora_slots(chunks: Sequence[Chunk], before: list[int]) -> torch.Tensor | None:
-    """The slot of each row's adapter, after rows with the slots `before`. -1: it has none. None: none has."""
-    slots = before + [chunk.forward.lora_slot for chunk in chunks]
+def _tensor(values: Sequence[int], dtype: type[np.signedinteger[Any]]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype))
+
+
+def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    """The slot of each row's adapter: [T]. -1: it has none. None: none has."""
+    slots = [chunk.forward.lora_slot for chunk in chunks]
     if max(slots) < 0:
         return None
-    counts = torch.tensor([1] * len(before) + [chunk.count for chunk in chunks])
+    counts = torch.tensor([chunk.count for chunk in chunks])
     return torch.tensor(slots, dtype=torch.int32).repeat_interleave(counts)
 
 
-def _given_experts(chunks: Sequence[Chunk], before: int) -> torch.Tensor | None:
-    """The experts that each row is computed with, or -1, after `before` rows without. None: none given."""
+def _given_experts(chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    """The experts that each row is computed with, or -1: [T, L, E]. None: none are given."""
     given: torch.Tensor | None = None
-    row, rows = before, before + sum([chunk.count for chunk in chunks])
+    row, rows = 0, sum([chunk.count for chunk in chunks])
     for chunk in chunks:
         experts, start, end = chunk.forward.experts, chunk.start, chunk.start + chunk.count
         if experts is not None:
@@ -187,15 +145,15 @@ def _positions_in_tree(chunk: Chunk) -> list[int]:
     return [chunk.forward.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
 
 
-def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], before: Sequence[int]) -> TokenTrees | None:
-    """The trees of the chunks, for attention, after plain decodes with contexts `before`. None: no trees."""
-    is_tree = [False] * len(before) + [bool(chunk.forward.parents) for chunk in chunks]
+def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees | None:
+    """The trees of the chunks, for attention. None: there are none."""
+    is_tree = [bool(chunk.forward.parents) for chunk in chunks]
     if True not in is_tree:
         return None
-    roots = list(before)
-    ancestors = [0] * len(before)
-    depths = torch.zeros((len(is_tree), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
-    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True), len(before)):
+    roots: list[int] = []
+    ancestors: list[int] = []
+    depths = torch.zeros((len(chunks), MAX_TREE_TOKENS), dtype=torch.int32)  # [N, 64]
+    for item, (chunk, context) in enumerate(zip(chunks, context_lens, strict=True)):
         if chunk.forward.parents:
             roots.append(chunk.forward.position)
             tree_depths, tree_ancestors = depths_and_ancestors(chunk.forward.parents)
@@ -212,17 +170,13 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int], before: Sequenc
     )
 
 
-def _page_tables(
-    chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int, before: Tables
-) -> Tables:
-    """The pages of the chunks, below those of plain decodes."""
+def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
+    """[N, P], with zeros behind the pages of each."""
     counts = [-(-length // page_size) for length in context_lens]
-    width = max(before.shape[1], *counts)
-    tables = np.zeros((len(before) + len(chunks), width), np.int32)
-    tables[: len(before), : before.shape[1]] = before
-    for item, (chunk, count) in enumerate(zip(chunks, counts, strict=True), len(before)):
+    tables = np.zeros((len(chunks), max(counts)), np.int32)
+    for item, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
         tables[item, :count] = chunk.forward.kv.pages[:count]
-    return tables  # [N, P]
+    return torch.from_numpy(tables)
 
 
 def sampling_rows(
@@ -245,7 +199,7 @@ def sampling_rows(
             continue
         # The rows before those with an output only score the next token.
         rows += [_GREEDY_ROW] * (chunk.rows - chunk.output_rows)
-        rows += _rows_of_tree(chunk) if forward.parents else _rows_of_chain(chunk)
+        rows += _rows_of_chunk(chunk)
     return rows
 
 
@@ -263,55 +217,34 @@ def _rows_of_decodes(decodes: Decodes, history_of: HistoryOf | None) -> list[Sam
     return rows
 
 
-def _rows_of_chain(chunk: Chunk) -> list[SamplingRow]:
-    """The rows of a chunk whose tokens are consecutive."""
-    op = chunk.forward
-    counted_from = _counted_from(op.output.sampling, op.prompt_len)
-    rows: list[SamplingRow] = []
+def _rows_of_chunk(chunk: Chunk) -> Iterator[SamplingRow]:
+    """The rows with an output. In a tree, the history of each is the sequence and its path."""
+    op, tree, needs_history = chunk.forward, chunk.forward.parents, chunk.forward.output.needs_history
+    first, end = op.position + chunk.start, chunk.start + chunk.count
+    positions: Sequence[int] = _positions_in_tree(chunk) if tree else range(first, first + chunk.count)
+    children = children_of(tree) if tree else None
     history: Sequence[int] | NDArray[np.int64] = ()
-    if chunk.output_rows and op.output.needs_history:
+    if chunk.output_rows and needs_history:
         # One for all rows of the chunk: a separate history for each would cost tokens x rows.
-        history = np.concatenate([op.kv.token_ids.as_array(), chunk.token_ids])
-    for index in range(chunk.count - chunk.output_rows, chunk.count):
+        known = op.kv.token_ids.as_array()
+        history = known.astype(np.int64) if tree else np.concatenate([known, chunk.token_ids])
+    for index in range(end - chunk.output_rows, end):
         # The position of the chosen token; the tokens before it are its history.
-        position = op.position + chunk.start + index + 1
-        choice = op.choices[chunk.start + index] if op.choices else _NO_OWN_CHOICE
+        position = positions[index - chunk.start] + 1
+        choice = op.choices[index] if op.choices else _NO_OWN_CHOICE
         draft = None
         if choice.draft is not None:
-            draft = Draft((op.token_ids[chunk.start + index + 1],), choice.draft)
-        row = SamplingRow(
+            following = [index + 1] if children is None else children[index]
+            draft = Draft([op.token_ids[one] for one in following], choice.draft)
+        yield SamplingRow(
             spec=op.output.sampling,
             mask=choice.mask or op.output.mask,
             draft=draft,
             position=position,
             history=history,
-            history_len=min(position, len(history)),
-            prompt_len=counted_from,
-        )
-        rows.append(row)
-    return rows
-
-
-def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
-    """The rows of a tree's chunk. The history of each is the sequence and its path in the tree."""
-    op = chunk.forward
-    children = children_of(op.parents)
-    history: Sequence[int] | NDArray[np.int64] = ()
-    if op.output.needs_history:
-        history = op.kv.token_ids.as_array().astype(np.int64)
-    for index, position in enumerate(_positions_in_tree(chunk), start=chunk.start):
-        choice = op.choices[index] if op.choices else _NO_OWN_CHOICE
-        draft = None
-        if choice.draft is not None:
-            draft = Draft([op.token_ids[child] for child in children[index]], choice.draft)
-        yield SamplingRow(
-            spec=op.output.sampling,
-            mask=choice.mask or op.output.mask,
-            draft=draft,
-            position=position + 1,
-            history=history,
+            history_len=None if tree else min(position, len(history)),
             prompt_len=_counted_from(op.output.sampling, op.prompt_len),
-            path=[op.token_ids[at] for at in path_to(op.parents, index)] if op.output.needs_history else (),
+            path=[op.token_ids[at] for at in path_to(tree, index)] if tree and needs_history else (),
         )
 
 

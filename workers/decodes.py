@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.operations import Forward, Kind, OutputSpec, Priority, RowOutput
+from workers.operations import Forward, Kind, Priority
+from workers.outputs import OutputSpec, RowOutput
 
 Columns = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -22,17 +22,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers import operations
+from workers import outputs
 from workers.counter_rng import mix_key
 from workers.logit_settings import Ids, Masks, in_vocabulary
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 _GREEDY = Sampling()
-# For each of `operations.LIMITS` what its column has where it does not matter, with the type of the column.
+# For each of `outputs.LIMITS` what its column has where it does not matter, with the type of the column.
 LIMITS: Mapping[str, np.int32 | np.float64] = {
     name: (np.int32 if isinstance(getattr(_GREEDY, name), int) else np.float64)(getattr(_GREEDY, name))
-    for name in operations.LIMITS
+    for name in outputs.LIMITS
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.cpu.sampling import Drafts, RowChoice
 from workers import device_sampling
 from workers.counter_rng import mix_key
-from workers.operations import OutputSpec
+from workers.outputs import OutputSpec
 from workers.sampling import Draft, RowChoices, SamplingRow, choose_rows
 
 # They separate the streams from those of plain draws: any numbers but 0.
@@ -82,7 +82,7 @@ def sampled_logprobs(
 ) -> dict[int, float]:
     """By row, if requested: the log-probability of the chosen token in the distribution it was drawn from.
 
-    -infinity for a token that rounding has moved just outside of `operations.LIMITS`. Arguments as for
+    -infinity for a token that rounding has moved just outside of `outputs.LIMITS`. Arguments as for
     `apply_drafts`.
     """
     wanted = [index for index, spec in enumerate(specs) if spec.sampled_logprob]

@@ -28,11 +28,8 @@ from workers.decodes import CHOSEN, POSITION, TOKEN, Decodes
 from workers.executors.engine import Engine
 from workers.kv.page_pool import OutOfPages
 from workers.kv.table import KvTable
-from workers.logging import get_logger
-from workers.operations import GREEDY, Chunk, Forward, Kind, OutputSpec
-from workers.runners.base import DeviceLostError
-
-_log = get_logger(__name__)
+from workers.operations import Chunk, Forward, Kind
+from workers.outputs import GREEDY, OutputSpec
 
 Tokens = NDArray[np.int64]
 
@@ -52,8 +49,7 @@ class Drafts(Protocol):
             table: That of the model they ran on.
             until_ns: After this time.monotonic_ns() no further token is drafted. None: all are.
 
-        Raises:
-            DeviceLostError: The device has failed.
+        Raises what a step raises: then there are no drafts, and the next ones begin anew.
         """
 
 
@@ -93,13 +89,10 @@ class Drafting:
             self._run([own for _, own in begun])
             if drafting := [pair for pair in begun if pair[1].outputs]:
                 self._follow(drafting, until_ns)
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            _log.error("tokens could not be drafted", exc_info=error)
+        except Exception:
             for forward in forwards:
-                forward.drafts = ()
                 self._drop(forward.sequence)
+            raise
 
     def _drop_unknown(self, table: KvTable) -> None:
         for sequence in [one for one in self._used if table.get(one) is None]:

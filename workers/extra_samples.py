@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.operations import OutputSpec, RowOutput
+from workers.outputs import OutputSpec, RowOutput
 from workers.row_outputs import log_probabilities
 from workers.sampling import RowChoices, SamplingRow, choose_rows, keys_of
 
@@ -38,33 +36,22 @@ def draw_extra_samples(
         seeds: One for each draw.
         spec: Of the row.
     """
-    draw = _Draws(logits, row, logprobs=spec.sampled_logprob)
-    cost = _DRAW_COST + draw.candidates
+    on_host, choice = logits[None].float().cpu(), RowChoices(len(logits)).choice(row)
+    # First how many candidates there are.
+    choice.keys, choice.wants_logprobs = keys_of([], row.position), spec.sampled_logprob
+    choose_rows(on_host, {0: choice})
+    cost = _DRAW_COST + choice.candidates
     count = max(1, _BATCH_COST // cost)
     for start in range(0, len(seeds), count):
-        tokens, likely = draw(keys_of(seeds[start : start + count], row.position))
+        choice.keys = keys_of(seeds[start : start + count], row.position)
+        choose_rows(on_host, {0: choice})
+        tokens = choice.tokens.tolist()
         samples = [RowOutput(token) for token in tokens]
         if spec.logprob or spec.top_logprobs:
             found = log_probabilities(logits[None], torch.tensor([tokens], device=logits.device))
             for sample, logprob in zip(samples, found[0].tolist(), strict=True):
                 sample.logprob = logprob
         if spec.sampled_logprob:
-            for sample, logprob in zip(samples, likely, strict=True):
+            for sample, logprob in zip(samples, choice.logprobs.tolist(), strict=True):
                 sample.sampled_logprob = logprob
         yield cost * len(samples) + (0 if start else len(logits)), samples
-
-
-class _Draws:
-    """Draws from one row, with their log-probabilities if they are wanted."""
-
-    def __init__(self, logits: Tensor, row: SamplingRow, *, logprobs: bool) -> None:
-        self._logits = logits[None].float().cpu()
-        self._choice = RowChoices(len(logits)).choice(row)
-        self._choice.wants_logprobs = logprobs
-        self(keys_of([], 0))
-        self.candidates = self._choice.candidates
-
-    def __call__(self, keys: NDArray[np.uint64]) -> tuple[list[int], list[float]]:
-        self._choice.keys = keys
-        choose_rows(self._logits, {0: self._choice})
-        return self._choice.tokens.tolist(), self._choice.logprobs.tolist()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import os
 import select
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -43,8 +41,6 @@ from workers.runners.rank_plan import ForwardPlan, Message, PlanKind, Way, forwa
 from workers.runners.rank_processes import Questions
 from workers.runners.tensor_parallel import REFUSALS
 from workers.sampling import SamplingError, SamplingRow
-
-_PR_SET_PDEATHSIG = 1
 
 # Not by its name, which is __main__: the lines of `workers` are configured.
 _log = logging.getLogger("workers.follower")
@@ -243,8 +239,7 @@ class Follower:
 
 def _end_with_rank_0() -> None:
     """End this process when its standard input is closed; by the kernel, even while it is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    process.set_death_signal(signal.SIGKILL)
 
     def watch() -> None:
         ended = select.poll()

@@ -16,11 +16,7 @@ from workers.executors.engine import Engine
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sequence import KvSequence
 from workers.kv.table import KvTable
-from workers.logging import get_logger
 from workers.operations import Forward
-from workers.runners.base import DeviceLostError
-
-_log = get_logger(__name__)
 
 
 class HeadDrafting:
@@ -46,12 +42,6 @@ class HeadDrafting:
                     begun.append((forward, sequence))
             if begun:
                 self._follow(begun, until_ns)
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            _log.error("tokens could not be drafted", exc_info=error)
-            for forward in forwards:
-                forward.drafts = ()
         finally:
             for forward, sequence in begun:
                 forward.hidden_rows = ()

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.operations import TokenMask
+from workers.outputs import TokenMask
 
 Ids = NDArray[np.int64]
 

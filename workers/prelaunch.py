@@ -55,7 +55,8 @@ from workers.decodes import (
     Mask,
 )
 from workers.executors.engine import Engine
-from workers.operations import Accept, Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Accept, Forward, Kind
+from workers.outputs import OutputSpec, RowOutput
 from workers.scheduler import Scheduler
 
 # A result that is not requested within this time is dropped. Until then its sequence holds one more token.
@@ -359,7 +360,7 @@ class Prelauncher:
         done.columns[BATCH_ITEMS] = [result.batch_items for result in last]
         if not all(spec.is_token_only for spec in done.kinds):
             done.row_outputs = [result.output for result in last]
-        self._engine.count_decodes(done)
+        self._engine.stats.count_decodes(done.columns[COMPUTE_NS].tolist())
         has_more = np.array([len(results) > 1 for results in taken], np.bool_)
         if not any(has_more):
             return (done,), done

@@ -51,6 +51,12 @@ def configure_logging(config: WorkerConfig, **more: object) -> None:
     configure(config.log_level, config.log_format, origin | more)
 
 
+def set_death_signal(number: int) -> None:
+    """Have the kernel send this signal when the thread ends that has started this process. 0: none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 class Parent:
     """Ends this process with the one that has started it, whose end of standard input closes then.
 
@@ -60,23 +66,19 @@ class Parent:
 
     def __init__(self) -> None:
         self._ends_this = True
-        self._set_death_signal(signal.SIGKILL)
+        set_death_signal(signal.SIGKILL)
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def outlive(self) -> None:
         """Does so no more."""
         self._ends_this = False
-        self._set_death_signal(0)
+        set_death_signal(0)
 
     def _watch(self) -> None:
         while os.read(0, 4096):
             pass
         if self._ends_this:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def _set_death_signal(self, number: int) -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _choose_device(config: WorkerConfig) -> str:

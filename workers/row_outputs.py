@@ -19,7 +19,8 @@ from torch.nn import functional
 from kernels.cpu import sampling as compiled
 from workers.given_experts import ONE_BYTE_EXPERTS
 from workers.models.capture import RowCapture
-from workers.operations import DataType, Forward, OutputSpec, RowOutput
+from workers.operations import Forward
+from workers.outputs import DataType, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
 
 # Rows whose log-softmax is in memory at once: 10 MB for a vocabulary of 152k.

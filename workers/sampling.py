@@ -28,7 +28,7 @@ from kernels.cpu.sampling import RowChoice
 from workers import numpy_choice
 from workers.counter_rng import mix_key
 from workers.logit_settings import Ids, Masks, in_vocabulary
-from workers.operations import LIMITS, DraftProbabilities, Sampling, TokenMask
+from workers.outputs import LIMITS, DraftProbabilities, Sampling, TokenMask
 
 _NEG_INF = float("-inf")
 _GREEDY = Sampling()

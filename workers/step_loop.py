@@ -22,7 +22,7 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
-from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
+from workers.decodes import ADAPTER, COMPUTE_NS, NO_DECODES, PRELAUNCH, Decodes
 from workers.drafting import Drafts
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
@@ -477,7 +477,14 @@ class StepLoop:
         self._answers.flush()
         now_ns, has_others = time.monotonic_ns(), len(self._answers.answered) or len(self._scheduler)
         until_ns = 2 * now_ns - self._began_ns if has_others else None
-        drafting.draft(forwards, self._engine.kv_table, until_ns)
+        try:
+            drafting.draft(forwards, self._engine.kv_table, until_ns)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            _log.error("tokens could not be drafted", exc_info=error)
+            for forward in forwards:
+                forward.drafts = ()
         for forward in forwards:
             self._answers.forward(forward)
 
@@ -502,7 +509,7 @@ class StepLoop:
             self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
             decodes = decodes.take(~prelaunched)
         if decodes.size:
-            self._engine.count_decodes(decodes)
+            self._engine.stats.count_decodes(decodes.columns[COMPUTE_NS].tolist())
             self._answers.decodes(decodes, launched)
 
     def flush(self) -> None:

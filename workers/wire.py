@@ -41,7 +41,6 @@ from workers.kv.table import PoolUsage
 from workers.kv_disk import DiskUsage
 from workers.models.text import ModelText
 from workers.operations import (
-    GREEDY,
     Abort,
     Accept,
     AdapterLoaded,
@@ -52,26 +51,29 @@ from workers.operations import (
     CheckIntegrity,
     Claim,
     Command,
-    DataType,
     Done,
-    DraftProbabilities,
     Failed,
     FailureReason,
     Fork,
     Forward,
-    HiddenSpec,
     Kind,
-    OutputSpec,
     Priority,
     Release,
     ReplaceStep,
     ReplaceWeights,
+    Truncate,
+    WeightsRead,
+)
+from workers.outputs import (
+    GREEDY,
+    DataType,
+    DraftProbabilities,
+    HiddenSpec,
+    OutputSpec,
     RowChoice,
     RowOutput,
     Sampling,
     TokenMask,
-    Truncate,
-    WeightsRead,
 )
 
 if TYPE_CHECKING:

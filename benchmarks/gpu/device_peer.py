@@ -38,7 +38,8 @@ from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
 from benchmarks.in_process import LlmExecutor
 from workers.decodes import POSITION, Decodes
-from workers.operations import GREEDY, Abort, Chunk, Forward, Kind, OutputSpec, Sampling, TokenMask
+from workers.operations import Abort, Chunk, Forward, Kind
+from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 from workers.runners.rank_processes import RankProcesses
 from workers.runners.tensor_parallel import RankGroup
 
@@ -351,9 +352,9 @@ class DevicePeer(Peer):
             loop.keep_asking(callers, 1)
             asked = Forward(loop.op_id(), key, 0, prompt, prompt_len=tokens)
             loop.loop.submit([asked])
-            before, steps = engine.status().counts, _STEPS - 3
+            before, steps = engine.stats.status().counts, _STEPS - 3
             ns = timed(lambda: loop.keep_asking(callers, steps))
-            after = engine.status().counts
+            after = engine.stats.status().counts
             loop.loop.submit([Abort(loop.op_id(), asked.op_id)])
         bench.executor.release_cache(key)
         self._truncate(batch)

@@ -33,7 +33,7 @@ from kernels.cuda.attention_tiles import TileConfig
 from kernels.few_rows_tiles import MOST_ROWS, tiles_for
 from kernels.gated_activation import Activation
 from workers import device_sampling
-from workers.operations import DraftProbabilities, Sampling
+from workers.outputs import DraftProbabilities, Sampling
 from workers.sampling import Draft, SamplingRow
 
 EPS = 1e-6

@@ -13,7 +13,8 @@ import numpy as np
 
 from workers.decodes import CHOSEN, OP_ID, Decodes
 from workers.executors.engine import Engine
-from workers.operations import Command, Failed, Forward, Kind, OutputSpec, Result
+from workers.operations import Command, Failed, Forward, Kind, Result
+from workers.outputs import OutputSpec
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 

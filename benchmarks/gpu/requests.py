@@ -10,7 +10,7 @@ import time
 
 from benchmarks.gpu.model import SEED, Bench
 from benchmarks.peers.base import Sample
-from workers.operations import OutputSpec, Sampling
+from workers.outputs import OutputSpec, Sampling
 
 _TEMPERATURE = 0.6
 

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.in_process import LlmExecutor
 from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
-from workers.operations import GREEDY
+from workers.outputs import GREEDY
 
 
 class ExecutorPeer(Peer):

@@ -59,17 +59,9 @@ class ServicePeer(GrpcPeer):
         sample.more = {"batch": items / max(1, after.steps - before.steps)}
         return sample
 
-    def first_token(self, prompt_tokens: int, seed: int, call: str) -> Sample:
-        """The time to first token of a new prompt."""
-        # Each way has its own prompt, because the other's would be in the prefix cache.
-        (prompt,) = prompts(self._vocab_size, 1, prompt_tokens, 2 * seed + (call == "Execute"))
-        if call == "Execute":
-            return self.run(drivers.first_chunk(self.runner_stub, prompt))
-        return self.run(self._prefill([prompt]))
-
     def score(self, context_tokens: int, choices: int, tokens: int, seed: int, how: str) -> Sample:
         """The time to score choices after a new context."""
-        # Each way has its own contexts, as in `first_token`.
+        # Each way has its own contexts, because those of another would be in the prefix cache.
         ways = ("whole", "batch", "forks")
         sizes = context_tokens + choices * tokens
         (drawn,) = prompts(self._vocab_size, 1, sizes, len(ways) * seed + ways.index(how))

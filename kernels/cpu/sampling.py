@@ -24,7 +24,7 @@ _NO_REALS: Reals = np.zeros(0)
 
 
 class _Limits(ctypes.Structure):
-    """Limits of token_cuts.h: the fields must agree. They are named as in `workers.operations.LIMITS`."""
+    """Limits of token_cuts.h: the fields must agree. They are named as in `workers.outputs.LIMITS`."""
 
     _fields_ = (*integers("top_k"), *doubles("top_p min_p typical_p"))
 
@@ -63,7 +63,7 @@ class Drafts:
 
 @dataclass(slots=True)
 class RowChoice:
-    """How the tokens of one row are chosen, as in `workers.operations.Sampling`, and the results.
+    """How the tokens of one row are chosen, as in `workers.outputs.Sampling`, and the results.
 
     Attributes:
         limits: By name, all of them.

@@ -11,7 +11,7 @@ from quire.v1 import types_pb2
 
 from tests import undisturbed
 from tests.gateway_process import GatewayProcess
-from workers.operations import OutputSpec
+from workers.outputs import OutputSpec
 
 
 def prompt_of(caller: int) -> list[int]:

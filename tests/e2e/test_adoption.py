@@ -17,7 +17,7 @@ from service.model_names import SHIPPED_MODEL
 from service.pool.worker_directory import lock_holder
 from tests import undisturbed
 from tests.gateway_process import GatewayProcess
-from workers.operations import OutputSpec
+from workers.outputs import OutputSpec
 
 # Far more than any operation takes.
 TIMEOUT_S = 60

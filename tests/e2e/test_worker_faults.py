@@ -17,7 +17,7 @@ from quire.v1 import types_pb2
 from tests import undisturbed
 from tests.e2e.unharmed import release_all
 from tests.gateway_process import GatewayProcess
-from workers.operations import OutputSpec, RowOutput
+from workers.outputs import OutputSpec, RowOutput
 
 # Far more than it should take: an answer, not its speed, decides.
 ANSWER_TIMEOUT_S = 30

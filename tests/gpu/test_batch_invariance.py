@@ -14,7 +14,7 @@ from tests.gpu.sizes import layers_of_each_kind, nan_kv, random_decoder, repeat_
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.instruction_sets import need_compiled
 from tests.workers.packing import HandPacker, HandSequence, Item
-from workers.operations import OutputSpec
+from workers.outputs import OutputSpec
 from workers.row_outputs import build_outputs, score_tokens
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.sampling import SamplingRow

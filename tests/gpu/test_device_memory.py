@@ -12,7 +12,7 @@ from tests.model_factory import TinyModel, make_model
 from workers.executors.memory import StepLimits
 from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError
-from workers.operations import GREEDY
+from workers.outputs import GREEDY
 
 pytestmark = pytest.mark.gpu
 

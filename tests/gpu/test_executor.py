@@ -14,7 +14,7 @@ from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
 from tests.model_factory import make_family_model
 from workers.executors.memory import StepLimits
-from workers.operations import GREEDY, DataType, OutputSpec, RowOutput
+from workers.outputs import GREEDY, DataType, OutputSpec, RowOutput
 
 torch.set_num_threads(1)
 

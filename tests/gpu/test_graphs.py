@@ -17,7 +17,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.runners.base import After
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner

@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu.sizes import sized
 from tests.kernels.cuda.test_device_sampling_cuda import SPECS, assert_as_on_cpu
-from workers.operations import TokenMask
+from workers.outputs import TokenMask
 from workers.sampling import SamplingRow
 
 VOCAB = sized(151_936, 5007)

@@ -19,18 +19,8 @@ from tests.kernels.instruction_sets import need_compiled
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.decoder import Decoder
-from workers.operations import (
-    GREEDY,
-    Accept,
-    Fork,
-    Forward,
-    Kind,
-    OutputSpec,
-    Release,
-    Sampling,
-    TokenMask,
-    Truncate,
-)
+from workers.operations import Accept, Fork, Forward, Kind, Release, Truncate
+from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 from workers.runners.base import After
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.graph_steps import GraphStep

@@ -14,7 +14,7 @@ import torch
 from kernels.cpu import sampling as compiled
 from tests.kernels.instruction_sets import need_compiled
 from workers.distribution import apply_drafts, sampled_logprobs
-from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
+from workers.outputs import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import Draft, SamplingRow, choose_tokens
 
 _Number = TypeVar("_Number", int, float)

@@ -17,7 +17,7 @@ from workers.executors.loading import NATIVE, load_served
 from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.model import AUTO_KV, BFLOAT16_KV, INT8_KV, PAGE_SIZE, new_pages
-from workers.operations import OutputSpec, Sampling
+from workers.outputs import OutputSpec, Sampling
 from workers.row_outputs import build_outputs
 from workers.sampling import SamplingRow, choose_tokens
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from workers.operations import Sampling, TokenMask
+from workers.outputs import Sampling, TokenMask
 from workers.sampling import SamplingRow
 
 INF = float("inf")

@@ -14,7 +14,8 @@ from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv_disk import KvDisk
-from workers.operations import Chunk, Command, Forward, Reset, Result, RowOutput
+from workers.operations import Chunk, Command, Forward, Reset, Result
+from workers.outputs import RowOutput
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 

@@ -20,7 +20,7 @@ from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.device_sampling import Columns
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
-from workers.operations import Sampling, TokenMask
+from workers.outputs import Sampling, TokenMask
 from workers.runners import adjusted_rows, cuda_graph
 from workers.runners.base import After, LaunchedStep, StepResult
 from workers.runners.cuda_graph import CudaGraphRunner

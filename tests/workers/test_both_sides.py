@@ -17,15 +17,8 @@ from workers.executors.info import Capabilities, StepCounts
 from workers.kv.table import PoolUsage
 from workers.models.chat_template import ChatTemplate
 from workers.models.model import ModelDescription
-from workers.operations import (
-    DataType,
-    FailureReason,
-    Kind,
-    OutputSpec,
-    Priority,
-    ReplaceStep,
-    Sampling,
-)
+from workers.operations import FailureReason, Kind, Priority, ReplaceStep
+from workers.outputs import DataType, OutputSpec, Sampling
 
 # What only the gateway knows of an adapter.
 OF_GATEWAYS = ("adapter_id", "sequences")

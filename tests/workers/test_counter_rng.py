@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from workers.counter_rng import GUMBEL_MAX, gumbel, mix64, mix_key, mix_keys, philox, uniform
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.sampling import SamplingRow, choose_tokens
 
 

@@ -15,7 +15,8 @@ from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
 from workers.common import worker_pb2
 from workers.decodes import ARRIVED_NS, COMPUTE_NS, DEADLINE, Decodes
-from workers.operations import GREEDY, Command, Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Command, Forward, Kind
+from workers.outputs import GREEDY, OutputSpec, RowOutput
 
 VOCABULARY, LAYERS = 1000, 4
 Output = types_pb2.OutputOptions

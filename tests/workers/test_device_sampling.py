@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workers.device_sampling import Columns, _send, _settings, choose_tokens, is_simple
-from workers.operations import Sampling, TokenMask
+from workers.outputs import Sampling, TokenMask
 from workers.sampling import SamplingRow
 
 INF = float("inf")

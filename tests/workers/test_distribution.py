@@ -15,7 +15,7 @@ from workers import numpy_choice as room
 from workers.counter_rng import uniform
 from workers.distribution import apply_drafts, drafts_of, sampled_logprobs
 from workers.numpy_choice import Distribution, adjusted, candidates, choose_with_draft
-from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
+from workers.outputs import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import Draft, RowChoices, SamplingRow, choose_tokens
 from workers.token_trees import kept_path
 

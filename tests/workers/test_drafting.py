@@ -20,20 +20,17 @@ from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.sizing import KvSizingError
 from workers.kv.table import KvTable
 from workers.operations import (
-    GREEDY,
     Accept,
     CheckIntegrity,
     Fork,
     Forward,
     IntegrityReport,
     Kind,
-    OutputSpec,
     Release,
     Result,
-    Sampling,
-    TokenMask,
     Truncate,
 )
+from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 
 DRAWN = OutputSpec(sampling=Sampling(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, seed=5))
 MASKED = OutputSpec(

@@ -11,7 +11,7 @@ import torch
 from workers import extra_samples
 from workers.distribution import sampled_logprobs
 from workers.extra_samples import draw_extra_samples
-from workers.operations import OutputSpec, RowOutput, Sampling, TokenMask
+from workers.outputs import OutputSpec, RowOutput, Sampling, TokenMask
 from workers.row_outputs import build_outputs
 from workers.sampling import SamplingRow, choose_tokens
 

@@ -11,14 +11,8 @@ from benchmarks.in_process import LlmExecutor
 from tests.model_factory import TinyModel, hf_states, make_model
 from tests.workers.stepping import Worker
 from workers.models.capture import RowCapture
-from workers.operations import (
-    DataType,
-    Forward,
-    HiddenSpec,
-    Kind,
-    OutputSpec,
-    RowOutput,
-)
+from workers.operations import Forward, Kind
+from workers.outputs import DataType, HiddenSpec, OutputSpec, RowOutput
 from workers.runners.base import StepResult
 
 PROMPT = [5, 9, 2, 40]

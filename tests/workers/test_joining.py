@@ -20,18 +20,8 @@ from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
 from workers.decodes import Decodes
 from workers.models.inputs import ForwardInputs
-from workers.operations import (
-    Abort,
-    AdapterSource,
-    ChangeAdapters,
-    Forward,
-    Kind,
-    OutputSpec,
-    Priority,
-    Release,
-    Sampling,
-    TokenMask,
-)
+from workers.operations import Abort, AdapterSource, ChangeAdapters, Forward, Kind, Priority, Release
+from workers.outputs import OutputSpec, Sampling, TokenMask
 
 PENALTIES = OutputSpec(
     sampling=Sampling(repetition_penalty=1.5, frequency_penalty=0.3, temperature=0.7, seed=3)

@@ -27,17 +27,8 @@ from workers.kv.page_directory import IDENTITY_BYTES, PageDirectory
 from workers.kv.page_files import PageFiles
 from workers.kv_disk import KvDisk
 from workers.models.kv_identity import kv_identity, weights_digest
-from workers.operations import (
-    Abort,
-    DataType,
-    Failed,
-    FailureReason,
-    Forward,
-    Kind,
-    OutputSpec,
-    Reset,
-    Result,
-)
+from workers.operations import Abort, Failed, FailureReason, Forward, Kind, Reset, Result
+from workers.outputs import DataType, OutputSpec
 
 IDENTITY = bytes(range(IDENTITY_BYTES))
 PAGE = 16

@@ -20,7 +20,8 @@ from workers.common import worker_pb2
 from workers.kv.table import KvTable
 from workers.logit_settings import Masks
 from workers.numpy_choice import adjusted
-from workers.operations import Chunk, Forward, OutputSpec, Sampling, TokenMask
+from workers.operations import Chunk, Forward
+from workers.outputs import OutputSpec, Sampling, TokenMask
 from workers.sampling import RowChoices, SamplingRow, choose_tokens
 
 VOCAB = 12

@@ -18,18 +18,8 @@ from tests.model_factory import TinyModel, make_model
 from tests.workers.sampling_reference import adjust
 from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
-from workers.operations import (
-    Accept,
-    Chunk,
-    DataType,
-    DraftProbabilities,
-    Forward,
-    Kind,
-    OutputSpec,
-    RowChoice,
-    Sampling,
-    TokenMask,
-)
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import DataType, DraftProbabilities, OutputSpec, RowChoice, Sampling, TokenMask
 from workers.sampling import SamplingRow
 
 VOCAB, SAMPLES, AT_ONCE = 12, 4_000, 125

@@ -13,20 +13,8 @@ from tests.workers import stepping
 from workers.decodes import Decodes
 from workers.kv.page_pool import IntegrityError, PagePool
 from workers.kv.table import KvTable
-from workers.operations import (
-    Abort,
-    Command,
-    Fork,
-    Forward,
-    Kind,
-    OutputSpec,
-    Priority,
-    Release,
-    Result,
-    Sampling,
-    TokenMask,
-    Truncate,
-)
+from workers.operations import Abort, Command, Fork, Forward, Kind, Priority, Release, Result, Truncate
+from workers.outputs import OutputSpec, Sampling, TokenMask
 
 APPEND = KvTable.append_next
 OUTPUTS = (

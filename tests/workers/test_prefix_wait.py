@@ -32,7 +32,7 @@ class Worker(stepping.Worker):
 
     @property
     def computed(self) -> int:
-        return self.engine.status().counts.step_tokens
+        return self.engine.stats.status().counts.step_tokens
 
 
 def prefill(op_id: int, tokens: Sequence[int], **settings: object) -> Forward:

@@ -19,7 +19,6 @@ from workers.decodes import OP_ID, Decodes
 from workers.kv import integrity
 from workers.kv.page_pool import IntegrityError
 from workers.operations import (
-    GREEDY,
     AdapterSource,
     ChangeAdapters,
     CheckIntegrity,
@@ -34,6 +33,7 @@ from workers.operations import (
     Result,
     Truncate,
 )
+from workers.outputs import GREEDY
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
 
@@ -543,12 +543,12 @@ def test_steps_that_are_launched_ahead_count_like_others(monkeypatch: pytest.Mon
         done = worker.answers(asked)[2 + turn]
         token = chosen(done)
         assert isinstance(done, Forward) and done.queue_ns == 0 and done.batch_items == 1
-        step, status = worker.loop._in_flight.step, worker.engine.status()
+        step, status = worker.loop._in_flight.step, worker.engine.stats.status()
         assert step is not None and worker.loop._scheduler.running is step.decodes
         assert status.step_age_ns and status.step_number == 3 + turn
         assert len(recorded) == turn + 1
     worker.answers(Release(8, [7]))
-    status = worker.engine.status()
+    status = worker.engine.stats.status()
     assert status.step_age_ns == 0 and len(recorded) == late.computed == 4
     assert status.counts.steps == 5 and status.counts.decode_operations == 3
 

@@ -14,17 +14,8 @@ from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_plain_decodes import answers
 from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill, running_ahead
 from workers.decodes import NO_DECODES, Decodes
-from workers.operations import (
-    Chunk,
-    Command,
-    Failed,
-    FailureReason,
-    Forward,
-    Kind,
-    OutputSpec,
-    Release,
-    Result,
-)
+from workers.operations import Chunk, Command, Failed, FailureReason, Forward, Kind, Release, Result
+from workers.outputs import OutputSpec
 
 # A prompt of 150 tokens takes several steps.
 LIMITS = (64, 8, 8)

@@ -35,12 +35,9 @@ from workers.operations import (
     AdapterSource,
     ChangeAdapters,
     Command,
-    DataType,
     Fork,
     Forward,
-    HiddenSpec,
     Kind,
-    OutputSpec,
     Release,
     ReplaceStep,
     ReplaceWeights,
@@ -48,6 +45,7 @@ from workers.operations import (
     Truncate,
     WeightsRead,
 )
+from workers.outputs import DataType, HiddenSpec, OutputSpec
 from workers.runners import rank_processes
 from workers.runners.base import DeviceLostError
 from workers.runners.rank_processes import RankProcesses

@@ -18,7 +18,8 @@ from tests.workers.test_joining import PENALTIES, Callers, Text
 from tests.workers.test_prelaunch import chosen, decode, prefill
 from workers.executors import llm
 from workers.executors.llm import LlmExecutor
-from workers.operations import OutputSpec, Release, Sampling, Truncate
+from workers.operations import Release, Truncate
+from workers.outputs import OutputSpec, Sampling
 from workers.runners.base import DeviceLostError
 from workers.runners.rank_plan import ForwardPlan, Way
 from workers.runners.rank_processes import RankProcesses
@@ -119,7 +120,7 @@ def assert_as_on_one_rank(directory: Path, texts: list[Text], least: int) -> Non
 def test_tokens_are_those_of_one_rank(lasting: Ranks, directory: Path) -> None:
     """Rows that are plain, drawn and penalised go on, those with new masks join, and texts end."""
     texts = [Text(1), Text(11, DRAWN), Text(21, PENALTIES), Text(31, is_masked=True, vocab=97), Text(41)]
-    steps = lasting.worker.engine.status().counts.steps
+    steps = lasting.worker.engine.stats.status().counts.steps
     callers = Callers(lasting.worker, texts)
     callers.rounds(6)
     callers.waiting = [text for text in callers.waiting if text is not texts[0]]
@@ -128,7 +129,7 @@ def test_tokens_are_those_of_one_rank(lasting: Ranks, directory: Path) -> None:
     # The first decode is a step, in which all ranks capture. Each forward is one message.
     assert lasting.count(Way.AFTER) > 6 and lasting.count(Way.LAUNCH) <= 3
     assert any(plan.places is not None and -1 in plan.places for plan in lasting.plans)
-    steps = lasting.worker.engine.status().counts.steps - steps
+    steps = lasting.worker.engine.stats.status().counts.steps - steps
     assert steps <= len(lasting.plans) <= steps + 1, "at most one of them is not finished"
 
 

@@ -27,7 +27,8 @@ from workers.models.decoder import Decoder
 from workers.models.library.loading import make_library_model
 from workers.models.model import Model
 from workers.models.registry import FAMILIES
-from workers.operations import Accept, Chunk, DataType, Forward, Kind, OutputSpec
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import DataType, OutputSpec
 from workers.runners.eager import EagerRunner
 
 VOCAB, PAGES, PAGE_SIZE = 97, 80, 16

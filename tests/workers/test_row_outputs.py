@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.operations import DataType, OutputSpec, RowOutput
+from workers.outputs import DataType, OutputSpec, RowOutput
 from workers.row_outputs import best_ids, build_outputs, encode_row, score_tokens
 from workers.sampling import BadLogitsError, SamplingRow, best_k, choose_tokens
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
 from workers.counter_rng import gumbel, mix_key
-from workers.operations import Sampling, TokenMask
+from workers.outputs import Sampling, TokenMask
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, choose_tokens
 
 SEEDS = st.one_of(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))

@@ -18,7 +18,7 @@ from workers.common import worker_pb2
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.logging import fields_of
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
 
@@ -88,7 +88,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
         )
         gateway.ask(op_id=1, forward=forward)
         during, expected_ns = 0, 0
-        while not executor.engine.status().counts.steps:
+        while not executor.engine.stats.status().counts.steps:
             gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand())
             snapshot = (await gateway.next("snapshot")).snapshot
             during += snapshot.step_age_ns > 0

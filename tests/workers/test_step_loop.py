@@ -26,13 +26,11 @@ from workers.operations import (
     HeldSequences,
     IntegrityReport,
     Kind,
-    OutputSpec,
     Release,
     Reset,
     Result,
-    Sampling,
-    TokenMask,
 )
+from workers.outputs import OutputSpec, Sampling, TokenMask
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop

@@ -23,7 +23,8 @@ from workers.kv.table import KvTable
 from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
-from workers.operations import Abort, Chunk, Command, Forward, Kind, OutputSpec, Release, TokenMask
+from workers.operations import Abort, Chunk, Command, Forward, Kind, Release
+from workers.outputs import OutputSpec, TokenMask
 from workers.runners.base import Runner, StepResult
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner

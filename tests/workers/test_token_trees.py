@@ -14,9 +14,10 @@ from benchmarks.in_process import InProcess, LlmExecutor
 from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.tiny_types import tiny_config
 from tests.token_trees import Tree, random_tree
-from workers.executors.errors import ExecutorError, KvMissing, NoTrees
+from workers.executors.errors import NoTrees
 from workers.kv.page_pool import OutOfPages
-from workers.operations import GREEDY, Accept, Chunk, DataType, Forward, Kind, OutputSpec, Sampling
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import GREEDY, DataType, OutputSpec, Sampling
 from workers.token_trees import children_of, kept_path, path_to
 
 VOCAB = 97
@@ -175,11 +176,6 @@ def test_penalties_count_a_path_and_nothing_beside_it(executor: InProcess) -> No
 def test_what_is_refused_leaves_nothing(executor: InProcess) -> None:
     executor.prefill(1, [1, 2, 3])
     before = executor.cache_metrics_snapshot()
-    for tokens, parents in (([1, 2], [1]), ([1, 2, 3], [0]), ([1] * 65, [0] * 64), ([1, 2], [-1])):
-        with pytest.raises(ExecutorError, match="parent"):
-            executor.verify_tree(1, tokens, parents)
-    with pytest.raises(KvMissing):
-        executor.verify_tree(2, [1, 2], [0])
     executor.prefill(3, [1] * 500)
     executor.prefill(4, [2] * 460)
     with pytest.raises(OutOfPages):
@@ -197,7 +193,6 @@ def test_a_model_that_attends_by_itself_takes_none_and_shares_no_forward(tmp_pat
     executor = LlmExecutor.load(directory, dtype="float32", kv_pages=8, self_check=False)
     able = executor.capabilities()
     assert not able.supports_token_trees and not able.supports_native_unified_decode
-    assert not executor.supports_native_unified_decode
     executor.prefill(1, [1, 2, 3])
     with pytest.raises(NoTrees):
         executor.verify_tree(1, [4, 5], [0])

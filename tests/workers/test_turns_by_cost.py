@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.workers.scheduling import Callers, check_invariants, run_step
 from workers.caller_limits import MIN_FREE_COST, CallerLimits
-from workers.operations import DataType, Forward, HiddenSpec, OutputSpec
+from workers.operations import Forward
+from workers.outputs import DataType, HiddenSpec, OutputSpec
 from workers.scheduler import Scheduler, cost_of
 
 GREEDY, OTHER = 1, 2

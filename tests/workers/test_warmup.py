@@ -14,7 +14,8 @@ from tests.families import settings_of
 from tests.model_factory import TinyModel, make_family_model, make_model
 from workers import batch
 from workers.decodes import NO_DECODES, Decodes
-from workers.operations import Chunk, Forward, OutputSpec, RowChoice, Sampling
+from workers.operations import Chunk, Forward
+from workers.outputs import OutputSpec, RowChoice, Sampling
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow
 

@@ -25,15 +25,12 @@ from workers.kv_disk import KvDisk
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
-from workers.operations import (
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import (
     GREEDY,
-    Accept,
-    Chunk,
     DataType,
     DraftProbabilities,
-    Forward,
     HiddenSpec,
-    Kind,
     OutputSpec,
     RowChoice,
     Sampling,
@@ -197,7 +194,7 @@ class ModelExecutor:
 
     def status(self) -> ExecutorStatus:
         """The running step, and the counts since the start."""
-        status = self.engine.status()
+        status = self.engine.stats.status()
         if self._draft_model is None or status.step_age_ns:
             return status
         # Drafts are made between two steps. If that ends never, it is noticed as if a step did not end.

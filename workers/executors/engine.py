@@ -8,8 +8,8 @@
 On a GPU a step of plain decodes can be launched and finished separately, with the next one launched in
 between (`launch`, `launch_after`, `finish`).
 
-The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine. Any may call `status`,
-and `usage` and `pages_available` of its table. `base` has the API for callers in the same process.
+The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine. Any may call
+`stats.status`, and `usage` and `pages_available` of its table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,15 +37,16 @@ from workers.decodes import (
     Mask,
 )
 from workers.distribution import apply_drafts
-from workers.executors.errors import ExecutorError, KvMissing, NoTrees
-from workers.executors.info import ExecutorStatus, StepCounts
+from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.step_results import accepted_drafts, draws_of, row_outputs, scores_of, without_failed
+from workers.executors.step_stats import StepStats
 from workers.kv.sequence import KvSequence
 from workers.kv.states import StateSlots
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
-from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Accept, Chunk, Forward, Kind
+from workers.outputs import OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import add_captured, add_means
 from workers.runners.base import After, LaunchedStep, Runner, StepResult, raise_if_lost
@@ -106,13 +107,7 @@ class Engine:
         self.kv_table = kv_table
         # Which forwards wait for pages that others are computing.
         self.prefix_waits = PrefixWaits(kv_table)
-        self._counts = StepCounts()
-        # In time.monotonic_ns(); 0 between steps.
-        self._step_began_ns = 0
-        self._step_number = 0
-        self._step_tokens = 0
-        # The least time for each token of a step so far; short steps take more. 0: no step yet.
-        self._ns_per_token = 0.0
+        self.stats = StepStats(kv.device)
 
     def begin(self, forward: Forward) -> None:  # noqa: C901 - it runs for each forward, as few calls
         """Reuses pages of the prefix cache for a forward, and reserves pages for the rest.
@@ -212,14 +207,14 @@ class Engine:
         chunks = [Chunk(forward, end, 1) for forward, end in zip(forwards, ends, strict=True)]
         whole = [Chunk(forward, 0, end + 1) for forward, end in zip(forwards, ends, strict=True)]
         assert isinstance(self.runner, EagerRunner)
-        self._step_begins(len(forwards), time.monotonic_ns())
+        self.stats.step_begins(len(forwards), time.monotonic_ns())
         try:
             return self.runner.draft(pack(chunks, self.kv.page_size), sampling_rows(whole), hidden)
         except Exception as error:
             raise_if_lost(error)
             raise
         finally:
-            self._step_ends(0)
+            self.stats.step_ends(0)
 
     def _copy_pages(self, sequence: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         try:
@@ -237,29 +232,14 @@ class Engine:
         the caller may run the step again, or roll back what has begun.
         """
         tokens = decodes.size + (sum([chunk.count for chunk in chunks]) if chunks else 0)
-        self._step_begins(tokens, time.monotonic_ns())
+        self.stats.step_begins(tokens, time.monotonic_ns())
         try:
             done = self._execute(chunks, decodes)
         except Exception:
-            self._step_ends(0)
+            self.stats.step_ends(0)
             raise
-        self._step_ends(decodes.size + len(chunks))
+        self.stats.step_ends(decodes.size + len(chunks))
         return done
-
-    def _step_begins(self, tokens: int, began_ns: int) -> None:
-        self._step_number += 1
-        self._step_tokens = tokens
-        self._step_began_ns = began_ns
-
-    def _step_ends(self, items: int) -> None:
-        """Counts a step of so many items. 0: it has failed."""
-        if items:
-            ns_per_token = (time.monotonic_ns() - self._step_began_ns) / self._step_tokens
-            self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
-            self._counts.steps += 1
-            self._counts.batch_items += items
-            self._counts.step_tokens += self._step_tokens
-        self._step_began_ns = 0
 
     def launch(self, decodes: Decodes, chunks: Sequence[Chunk] = ()) -> StepInFlight | None:
         """Launches a step of plain decodes that have begun, without waiting for it. It must be finished then.
@@ -273,7 +253,7 @@ class Engine:
         if launched is None:
             return None
         step = StepInFlight(decodes, launched, launched_ns, chunks=chunks)
-        self._step_begins(step.tokens, launched_ns)
+        self.stats.step_begins(step.tokens, launched_ns)
         return step
 
     def launch_after(
@@ -363,13 +343,13 @@ class Engine:
                     rows = sampling_rows((), step.decodes, self._history_of)
                     outputs = row_outputs(logits, chosen, rows, step.decodes.outputs)
         except Exception as error:
-            self._step_ends(0)
+            self.stats.step_ends(0)
             raise_if_lost(error)
             if following is not None:
                 with suppress(SamplingError):
                     following.launched.chosen()
             raise
-        self._step_ends(items)
+        self.stats.step_ends(items)
         self._append_decodes(step.decodes, chosen.numpy(), outputs, items)
         if following is not None:
             tokens, chosen_now = following.decodes.columns[TOKEN], step.decodes.columns[CHOSEN]
@@ -380,7 +360,7 @@ class Engine:
                 tokens[continues] = chosen_now[following.places[continues]]
             following.decodes.started_ns = time.monotonic_ns()
             # From its launch on, while the one before it ran: rather too long than too short.
-            self._step_begins(following.tokens, following.launched_ns)
+            self.stats.step_begins(following.tokens, following.launched_ns)
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
@@ -522,18 +502,6 @@ class Engine:
         forward.samples = (*forward.samples, *samples)
         return cost
 
-    def count_decodes(self, decodes: Decodes) -> None:
-        """Counts plain decodes that were requested and are complete."""
-        times_ns = decodes.columns[COMPUTE_NS].tolist()
-        self._counts.add_operation(Kind.DECODE, sum(times_ns), len(times_ns))
-
-    def count(self, forward: Forward) -> None:
-        """Counts a forward that was requested and is complete."""
-        self._counts.add_operation(forward.kind, forward.compute_ns)
-        if forward.kind is Kind.VERIFY and forward.accept is Accept.CHOSEN:
-            self._counts.draft_tokens += len(forward.token_ids) - 1
-            self._counts.accepted_draft_tokens += forward.kept - 1
-
     def complete(self, forward: Forward) -> None:
         """Completes the answer of a forward whose tokens are all computed. Truncates rejected drafts."""
         while forward.draws is not None and self.draw(forward):
@@ -551,7 +519,7 @@ class Engine:
         forward.compute_ns = time.monotonic_ns() - forward.started_ns
         if forward.arrived_ns:
             forward.queue_ns = max(0, forward.started_ns - forward.arrived_ns)
-        self.count(forward)
+        self.stats.count(forward)
 
     def roll_back(self, forward: Forward) -> None:
         """Restores the sequence of a forward to its state before it."""
@@ -577,18 +545,12 @@ class Engine:
         return None if known is None else len(known)
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
-        """Makes sequences that share the pages of another. Raises KvMissing or ExecutorError."""
-        parent = self._known(sequence)
-        if len(set(children)) < len(children) or any(map(self.kv_table.get, children)):
-            raise ExecutorError(f"children {list(children)} of {sequence}")
-        self.kv_table.fork(parent, children)
+        """Makes sequences that share the pages of another. Raises KvMissing, and as `KvTable.fork`."""
+        self.kv_table.fork(self._known(sequence), children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
-        """Truncates a sequence and frees its pages. Raises KvMissing or ExecutorError."""
-        known = self._known(sequence)
-        if not 0 <= new_len <= len(known):
-            raise ExecutorError(f"{len(known)} tokens cannot be truncated to {new_len}")
-        self.kv_table.truncate(known, new_len)
+        """Truncates a sequence and frees its pages. Raises KvMissing, and as `KvTable.truncate`."""
+        self.kv_table.truncate(self._known(sequence), new_len)
 
     def release(self, sequence: int) -> bool:
         """Removes a sequence. False if it was not known."""
@@ -599,22 +561,9 @@ class Engine:
         for sequence in list(self.kv_table):
             self.kv_table.release(sequence.key)
 
-    def status(self) -> ExecutorStatus:
-        """The running step, and the counts since the start. Any thread may call it."""
-        began_ns, device = self._step_began_ns, self.kv.device
-        on_gpu = device.type == "cuda"
-        return ExecutorStatus(
-            counts=replace(self._counts),
-            step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
-            step_number=self._step_number,
-            step_expected_ns=int(self._step_tokens * self._ns_per_token) if began_ns else 0,
-            device_memory_bytes=torch.cuda.memory_allocated(device) if on_gpu else 0,
-            device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
-        )
-
     def reset_counts(self) -> None:
         """Sets all counts to zero, after the warm-up."""
-        self._counts = StepCounts()
+        self.stats.reset()
         self.kv_table.reset_counts()
 
     def _known(self, sequence: int) -> KvSequence:

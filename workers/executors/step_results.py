@@ -12,7 +12,8 @@ from workers.decodes import Decodes
 from workers.distribution import sampled_logprobs
 from workers.extra_samples import draw_extra_samples
 from workers.models.capture import RowCapture
-from workers.operations import Chunk, Forward, OutputSpec, RowOutput
+from workers.operations import Chunk, Forward
+from workers.outputs import OutputSpec, RowOutput
 from workers.row_outputs import TokenScores, build_outputs, score_tokens
 from workers.runners.base import StepResult
 from workers.sampling import SamplingRow

@@ -58,30 +58,48 @@ class ForwardInputs:
         return dataclasses.replace(self, **_moved(self, device), attention=attention)
 
     def with_chunks(self, chunks: ForwardInputs) -> ForwardInputs:
-        """These single tokens and chunks of prompts behind them, in one batch on the device of both.
+        """These single tokens and chunks of others behind them, in one batch on the device of both.
 
-        No row of the chunks is wanted. They have no trees and no given experts, and these tokens no adapters.
+        These have no trees and no given experts, which chunks may have.
         """
         count, first, second = len(self.positions), self.attention, chunks.attention
         width = max(first.page_tables.shape[1], second.page_tables.shape[1])
-        lora_slots = chunks.lora_slots
-        if lora_slots is not None:
-            lora_slots = torch.cat([lora_slots.new_full((count,), -1), lora_slots])
+        lora_slots, experts, trees = None, chunks.experts, second.trees
+        if self.lora_slots is not None or chunks.lora_slots is not None:
+            lora_slots = torch.cat([_lora_slots(self), _lora_slots(chunks)])
+        if experts is not None:
+            experts = torch.cat([experts.new_full((count, *experts.shape[1:]), -1), experts])
+        if trees is not None:
+            trees = TokenTrees(
+                roots=torch.cat([first.context_lens, trees.roots]),
+                ancestors=torch.cat([trees.ancestors.new_zeros(count), trees.ancestors]),
+                depths=torch.cat([trees.depths.new_zeros(count, trees.depths.shape[1]), trees.depths]),
+                is_tree=[False] * count + list(trees.is_tree),
+            )
         attention = AttentionBatch(
             page_tables=torch.cat([_widened(first.page_tables, width), _widened(second.page_tables, width)]),
             query_starts=torch.cat([first.query_starts[:count], second.query_starts + count]),
             context_lens=torch.cat([first.context_lens, second.context_lens]),
             query_lens=[*first.query_lens, *second.query_lens],
             context_lens_host=[*first.context_lens_host, *second.context_lens_host],
+            trees=trees,
         )
         return ForwardInputs(
             token_ids=torch.cat([self.token_ids, chunks.token_ids]),
             positions=torch.cat([self.positions, chunks.positions]),
             slots=torch.cat([self.slots, chunks.slots]),
-            wanted_rows=self.wanted_rows,
+            wanted_rows=torch.cat([self.wanted_rows, chunks.wanted_rows + count]),
             attention=attention,
             lora_slots=lora_slots,
+            experts=experts,
         )
+
+
+def _lora_slots(inputs: ForwardInputs) -> torch.Tensor:
+    """[T], also if no row has an adapter."""
+    if inputs.lora_slots is not None:
+        return inputs.lora_slots
+    return torch.full_like(inputs.positions, -1, dtype=torch.int32)
 
 
 def _widened(tables: torch.Tensor, pages: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from workers.device_sampling import HISTORY_COLUMNS, Columns, adjustments, choose_adjusted, is_simple
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import SamplingRow
 

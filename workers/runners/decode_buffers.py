@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from workers.counter_rng import mix64, mix_keys
 from workers.device_sampling import LIMITS, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.runners.adjusted_rows import adjusted_among
 from workers.runners.decode_memory import (
     COLUMN_BYTES,

@@ -12,7 +12,7 @@ from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
-from workers.runners.base import After, StepResult
+from workers.runners.base import StepResult
 from workers.sampling import SamplingRow
 
 
@@ -61,15 +61,7 @@ class EagerRunner:
         chosen: list[int] = _choose(logits.float(), rows).tolist()
         return chosen, after
 
-    def launch(
-        self,
-        inputs: ForwardInputs,
-        rows: Sequence[SamplingRow],
-        *,
-        chunks: ForwardInputs | None = None,
-        keeps_logits: bool = False,
-        after: After | None = None,
-    ) -> None:
+    def launch(self, *_: object, **__: object) -> None:
         """See `Runner.launch`: it cannot."""
 
 

@@ -20,7 +20,7 @@ from tests.model_factory import TinyModel, make_model
 from tests.workers.packing import HandSequence, Item
 from workers.executors.llm import LlmExecutor
 from workers.models.decoder import Decoder
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.runners.base import DeviceLostError
 from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
 from workers.runners.graph_capture import CaptureError, CudaCapture

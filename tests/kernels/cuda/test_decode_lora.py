@@ -22,7 +22,7 @@ from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import LoraPair, LoraWeights
-from workers.operations import Sampling
+from workers.outputs import Sampling
 from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.eager import EagerRunner

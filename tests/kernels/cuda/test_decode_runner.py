@@ -25,7 +25,7 @@ from workers.models.builder import build_decoder
 from workers.models.capture import RowCapture
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.operations import Sampling, TokenMask
+from workers.outputs import Sampling, TokenMask
 from workers.runners.base import After, DeviceLostError, LaunchedStep
 from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers

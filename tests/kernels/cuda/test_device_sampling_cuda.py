@@ -14,7 +14,7 @@ from tests.workers.sampling_reference import FORBIDDING_ALL, INF, adjust
 from workers import device_sampling, distribution, sampling
 from workers.counter_rng import gumbel, mix_key
 from workers.device_sampling import choose_tokens
-from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
+from workers.outputs import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import BadLogitsError, Draft, NothingAllowedError, SamplingRow
 
 NAN = float("nan")

@@ -30,7 +30,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.experts import Experts
-from workers.operations import DraftProbabilities, Sampling, TokenMask
+from workers.outputs import DraftProbabilities, Sampling, TokenMask
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
 from workers.sampling import Draft, SamplingRow

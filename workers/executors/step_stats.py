@@ -1,0 +1,71 @@
+"""The running step of an engine, and what it has done since its start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from workers.executors.info import ExecutorStatus, StepCounts
+from workers.operations import Accept, Forward, Kind
+
+
+class StepStats:
+    """Written by the engine's thread. Any may call `status`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: whose memory is reported."""
+        self._device = device
+        self._counts = StepCounts()
+        # In time.monotonic_ns(); 0 between steps.
+        self._began_ns = 0
+        self._number = 0
+        self._tokens = 0
+        # The least time for each token of a step so far; short steps take more. 0: no step yet.
+        self._ns_per_token = 0.0
+
+    def step_begins(self, tokens: int, began_ns: int) -> None:
+        """Note that a step of so many tokens has begun."""
+        self._number += 1
+        self._tokens = tokens
+        self._began_ns = began_ns
+
+    def step_ends(self, items: int) -> None:
+        """Count a step of so many items. 0: it has failed."""
+        if items:
+            ns_per_token = (time.monotonic_ns() - self._began_ns) / self._tokens
+            self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
+            self._counts.steps += 1
+            self._counts.batch_items += items
+            self._counts.step_tokens += self._tokens
+        self._began_ns = 0
+
+    def count(self, forward: Forward) -> None:
+        """Count a forward that was requested and is complete."""
+        self._counts.add_operation(forward.kind, forward.compute_ns)
+        if forward.kind is Kind.VERIFY and forward.accept is Accept.CHOSEN:
+            self._counts.draft_tokens += len(forward.token_ids) - 1
+            self._counts.accepted_draft_tokens += forward.kept - 1
+
+    def count_decodes(self, times_ns: Sequence[int]) -> None:
+        """Count plain decodes that were requested and are complete, which took so long."""
+        self._counts.add_operation(Kind.DECODE, sum(times_ns), len(times_ns))
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self._counts = StepCounts()
+
+    def status(self) -> ExecutorStatus:
+        """The running step, and the counts."""
+        began_ns, device = self._began_ns, self._device
+        on_gpu = device.type == "cuda"
+        return ExecutorStatus(
+            counts=replace(self._counts),
+            step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
+            step_number=self._number,
+            step_expected_ns=int(self._tokens * self._ns_per_token) if began_ns else 0,
+            device_memory_bytes=torch.cuda.memory_allocated(device) if on_gpu else 0,
+            device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+        )
