@@ -33,7 +33,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 LAYERS, MLP_WIDTH = 28, 3072
 # Tokens that are drafted one after another in training.
 DEPTH = 3
-STEPS, MATRIX_RATE, GAIN_RATE = 400, 0.02, 5e-3
+STEPS, MATRIX_RATE, GAIN_RATE = 500, 0.02, 5e-3
 
 
 class Head(nn.Module):
@@ -65,11 +65,9 @@ class Head(nn.Module):
 def converted() -> Qwen3_5ForCausalLM:
     """The storyteller as a Qwen3.5."""
     config = json.loads((STORYTELLER / "config.json").read_text())
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    kept += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "layer_types")
-    kept += ("eos_token_id", "pad_token_id", "tie_word_embeddings")
-    rope = {**config["rope_parameters"], "partial_rotary_factor": 1.0}
-    settings = {name: config[name] for name in kept} | {"rope_parameters": rope}
+    config["rope_parameters"]["partial_rotary_factor"] = 1.0
+    settings = {name: value for name, value in config.items() if hasattr(Qwen3_5TextConfig, name)}
+    settings["model_type"] = Qwen3_5TextConfig.model_type
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings, attn_implementation="eager"))
     tensors = {}
     for name, tensor in load_file(STORYTELLER / "model.safetensors").items():

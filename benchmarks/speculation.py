@@ -12,8 +12,8 @@ right. At a high temperature it nearly always is: the draws are the same, and th
 With `--model` it is a trained model with a head for multi-token prediction, which drafts (`.ci/train_head.py`
 makes one). It is asked for stories, another one in each round.
 
-Prints JSON: tokens a second without, the ratio of the times of each round, drafts, and the tokens of a step
-with and without.
+Prints JSON: tokens a second without, the ratio of the times of each round, drafts, the tokens of a step with
+and without, and those of a step that verified a draft. Times decide how much is drafted, and so these counts.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def _run(stub: Any, items: list[runner_pb2.ExecuteItem]) -> tuple[float, list[li
     return time.perf_counter() - began_s, list(texts.values()), usage
 
 
-def _steps(server: GatewayProcess) -> int:
-    """How many steps the worker has taken."""
-    return sum(worker.counts.steps for worker in server.status().workers)
+def _counts(server: GatewayProcess) -> tuple[int, int]:
+    """How many steps the worker has taken, and how many drafts it has verified."""
+    (worker,) = server.status().workers
+    return worker.counts.steps, worker.counts.verify_operations
 
 
 def _compare(
@@ -104,7 +105,7 @@ def _compare(
     stub = runner_pb2_grpc.ModelRunnerServiceStub(server.channel)
     ratios: list[float] = []
     plain_s: list[float] = []
-    tokens, steps, usage = 0, {False: 0, True: 0}, runner_pb2.Usage()
+    tokens, steps, verifies, usage = 0, {False: 0, True: 0}, 0, runner_pb2.Usage()
     for turn in range(options.rounds):
         took: dict[bool, float] = {}
         texts: dict[bool, list[list[int]]] = {}
@@ -116,9 +117,11 @@ def _compare(
                 if speculates:
                     made.speculation.method = _method(options)  # type: ignore[assignment]  # an enum
                 items.append(made)
-            before = _steps(server)
+            before = _counts(server)
             took[speculates], texts[speculates], found = _run(stub, items)
-            steps[speculates] += _steps(server) - before
+            after = _counts(server)
+            steps[speculates] += after[0] - before[0]
+            verifies += after[1] - before[1]
             usage.draft_tokens += found.draft_tokens
             usage.accepted_draft_tokens += found.accepted_draft_tokens
         assert texts[True] == texts[False], "drafts have changed a text"
@@ -134,10 +137,8 @@ def _compare(
         },
         "draft_tokens": usage.draft_tokens,
         "accepted_draft_tokens": usage.accepted_draft_tokens,
-        "tokens_per_step": {
-            "plain": round(tokens / steps[False], 2),
-            "drafts": round(tokens / steps[True], 2),
-        },
+        "tokens_per_step": {name: round(tokens / steps[name == "with"], 2) for name in ("without", "with")},
+        "tokens_per_verify": round(1 + usage.accepted_draft_tokens / max(1, verifies), 2),
     }
 
 
