@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.in_process import LlmExecutor
-from workers.operations import GREEDY
+from workers.outputs import GREEDY
 
 _VOCAB, _PROMPT, _CONTEXT, _TEXTS, _TURNS = 32_000, 256, 32, 8, 5
 _LAYERS_OF_4 = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]

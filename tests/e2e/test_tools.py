@@ -263,7 +263,7 @@ def test_tenants_on_two_gateways_have_their_own_tools(tmp_path: Path) -> None:
     with Guarded(tmp_path, *flags, model="storyteller") as gateway:
 
         def called(name: str, tool: dict[str, Any]) -> set[str]:
-            found = set()
+            found: set[str] = set()
             for number in range(6):
                 with gateway.client(name) as client:
                     settings: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 300}
