@@ -68,7 +68,7 @@ class StackedWeight(Weight):
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See `Weight`."""
-        found = torch.empty(len(indices), self.shape[1], dtype=self.dtype)
+        found = torch.empty(len(indices), self.shape[1], dtype=self.dtype, device=indices.device)
         ends = [*itertools.accumulate(map(len, self.parts))]
         for part, end in zip(self.parts, ends, strict=True):
             of_part = (indices >= end - len(part)) & (indices < end)

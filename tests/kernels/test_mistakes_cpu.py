@@ -1,4 +1,4 @@
-"""Deliberate mistakes in the compiled kernels are noticed: a test that cannot fail says nothing.
+"""Deliberate mistakes in kernels are noticed: a test that cannot fail says nothing.
 
 Each is made in a copy of `kernels`, of which only the sources that its tests need are compiled.
 """
@@ -29,13 +29,14 @@ _FEATURES = f"{_ATTENTION}features_of_few_tokens-fp32-None-"
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """`source` of kernels/cpu says `old` once, and is made to say `new`; then each of `tests` fails."""
+    """`source` says `old` once, and is made to say `new`; then each of `tests` fails."""
 
     source: str
     old: str
     new: str
     tests: Sequence[str]
     compiled: Sequence[str] | None = None
+    directory: Path = DIRECTORY
 
 
 def of_experts(source: str, old: str, new: str) -> Mistake:
@@ -46,6 +47,12 @@ def of_experts(source: str, old: str, new: str) -> Mistake:
 def of_adapters(source: str, old: str, new: str) -> Mistake:
     compiled = ("lora.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp", "threads.cpp")
     return Mistake(source, old, new, ("tests/kernels/test_lora.py",), compiled)
+
+
+def of_gpu_weights(old: str, new: str) -> Mistake:
+    tests = ("tests/kernels/cuda/test_gpu_weight.py -k elements",)
+    sources = *PRODUCTS, "quantise.cpp", "group_rows.cpp"
+    return Mistake("dequantise.py", old, new, tests, sources, Path("kernels") / "cuda")
 
 
 # By what goes wrong: one for each source whose results other tests compare.
@@ -75,6 +82,14 @@ MISTAKES = {
         "lora.cpp", "x_ + (places_.x == nullptr ? rows_[place] :", "x_ + (places_.x == nullptr ? place :"
     ),
     "a group has several slots": of_adapters("lora.cpp", "groups.back().slot != slot || ", ""),
+    # In Triton's interpreter.
+    "the second value of a byte comes first": of_gpu_weights(
+        "tl.join(codes & 15, codes >> 4)", "tl.join(codes >> 4, codes & 15)"
+    ),
+    "subscales of the whole group": of_gpu_weights(
+        "signed(rows + subscales_at, begin // FORM.unit, mask)",
+        "signed(rows + subscales_at, begin // 32, mask)",
+    ),
 }
 
 
@@ -109,7 +124,7 @@ def _needs_a_compiler(request: pytest.FixtureRequest) -> None:
 
 def test_what_the_mistakes_replace_is_there_once() -> None:
     for name, mistake in MISTAKES.items():
-        text = (ROOT / DIRECTORY / mistake.source).read_text(encoding="utf-8")
+        text = (ROOT / mistake.directory / mistake.source).read_text(encoding="utf-8")
         assert text.count(mistake.old) == 1, name
 
 
@@ -131,7 +146,7 @@ def test_copies_without_a_mistake_pass(tmp_path: Path) -> None:
 def test_each_is_noticed(name: str, tmp_path: Path) -> None:
     mistake = MISTAKES[name]
     copy_kernels(tmp_path, mistake.compiled)
-    source = tmp_path / DIRECTORY / mistake.source
+    source = tmp_path / mistake.directory / mistake.source
     text = source.read_text(encoding="utf-8")
     source.write_text(text.replace(mistake.old, mistake.new), encoding="utf-8")
     for selection in mistake.tests:

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from kernels import gpu_format
 from kernels.float8_weight import Float8Format
 from kernels.group_formats import FORMATS
 from kernels.rope import rope_frequencies
@@ -191,7 +192,7 @@ def _check_logits(
     tensors = {config.family.renamed_tensor(name): tensor for name, tensor in tensors.items()}
     if config.family.experts is not None and config.family.experts.stacked is not None:
         tensors = separated_values(tensors, config.family.experts)
-    formats = formats_of(quantization, forms, config)
+    formats = formats_of(quantization, forms, config, device)
     decoder = build_decoder(config, dtype, device, formats=formats)
     blocks: dict[str, tuple[WeightFormat, Part]] = {}
     with torch.inference_mode():
@@ -214,16 +215,17 @@ def _check_logits(
         logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
 
-    # 8-bit floats are multiplied by what has the dtype.
-    rounds = quantization is not None or not all(isinstance(form, Float8Format) for form in forms.values())
+    # 8-bit floats are multiplied by what has the dtype, and so are all formats on a GPU.
+    is_float8 = quantization is None and all(isinstance(form, Float8Format) for form in forms.values())
+    rounds = not is_float8 and not gpu_format.is_gpu(device)
     names = names_of(forms) or quantization or name_of(dtype)
     with library_errors("run a scaled-down model"), ExitStack() as until_checked:
         if formats is not None:
             experts = separate_experts(module, config.family)
             parameters = until_checked.enter_context(experts)
-            until_checked.enter_context(put_blocks(module, parameters, blocks))
+            until_checked.enter_context(put_blocks(module, parameters, blocks, rounds=rounds))
             if quantization is not None:
-                quantise_module(module, parameters, recipe(quantization, config))
+                quantise_module(module, parameters, recipe(quantization, config), rounds=rounds)
         return check_parity(
             decoder,
             plain,

@@ -1,7 +1,7 @@
 """Turns a library's model into the plain forward of a quantised one, which proves native code.
 
-Embeddings and projections get the weights as the format holds them, dequantised. What projections multiply is
-rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
+Embeddings and projections get the weights as the format holds them, dequantised. On the CPU what projections
+multiply is rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from workers.models.quantised.drawn_rows import scale_inputs
 
 
 @torch.inference_mode()
-def quantise_module(module: nn.Module, parameters: Mapping[str, nn.Parameter], format_of: FormatOf) -> None:
+def quantise_module(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], format_of: FormatOf, *, rounds: bool
+) -> None:
     """Mutates a model whose projections are all `nn.Linear`. A tied head keeps its embedding's weight.
 
-    `parameters`: as `separate_experts` has them.
+    `parameters`: as `separate_experts` has them. `rounds`: what projections multiply.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     done = set[int]()
@@ -44,7 +46,7 @@ def quantise_module(module: nn.Module, parameters: Mapping[str, nn.Parameter], f
         if form is None:  # the gate of a shared expert
             continue
         assert isinstance(form, GroupFormat)
-        if isinstance(part, nn.Linear):
+        if rounds and isinstance(part, nn.Linear):
             part.register_forward_pre_hook(_round)
         if id(part.weight) not in done:
             done.add(id(part.weight))
@@ -142,6 +144,8 @@ def put_blocks(
     module: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     blocks: Mapping[str, tuple[WeightFormat, Part]],
+    *,
+    rounds: bool,
 ) -> AbstractContextManager[object]:
     """Give parameters the values of quantised rows; of GGUF files, where it can, as the library reads them.
 
@@ -152,12 +156,13 @@ def put_blocks(
         module: Mutated: a model whose projections are `nn.Linear`, or routers.
         parameters: Its parameters, by the names in a checkpoint.
         blocks: The format of each matrix, and its rows as files have them; by the same names.
+        rounds: What projections multiply; 8-bit floats never do.
     """
     orders: dict[int, torch.Tensor | None] = {}
     for name, (form, rows) in blocks.items():
         parameter = parameters[name]
         parameter.copy_(_values(form, rows, parameter.shape[1]).view_as(parameter))
-        if not isinstance(form, Float8Format):
+        if rounds and not isinstance(form, Float8Format):
             orders[id(parameter)] = getattr(rows, "order", None)
     hooks = ExitStack()
     for part in module.modules():
@@ -183,7 +188,7 @@ def _values_of_blocks(form: WeightFormat, raw: torch.Tensor, inputs: int) -> tor
 
 
 def _dequantised(weight: torch.Tensor, form: GroupFormat) -> torch.Tensor:
-    return dequantised(form, quantise(weight, form))[:, : weight.shape[1]]
+    return dequantised(form, quantise(weight.cpu(), form))[:, : weight.shape[1]]
 
 
 def _round(
