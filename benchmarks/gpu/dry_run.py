@@ -79,7 +79,7 @@ def launches_of(
     """
     check_cuda_kernels(config)
     with as_on(device), recording() as found:
-        decoder = build_decoder(_few_layers(config), dtype, "meta", formats=formats)
+        decoder = build_decoder(few_layers(config), dtype, "meta", formats=formats)
         decoder.batch_invariant = steps.batch_invariant
         _stack_experts(decoder)
         kv = new_pages(decoder, _PAGES)
@@ -116,7 +116,7 @@ class _Chosen(TilesOfPlaces):
         return tiles[self._number % len(tiles)] if tiles else None
 
 
-def _few_layers(config: ModelConfig) -> ModelConfig:
+def few_layers(config: ModelConfig) -> ModelConfig:
     """The config with each kind of layer once or twice, and its last one at the end."""
     layers = config.layers
     kinds = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]

@@ -96,10 +96,10 @@ def _launches_of(
 ) -> list[Launch]:
     import torch
 
-    from benchmarks.gpu.dry_run import launches_of
+    from benchmarks.gpu.dry_run import few_layers, launches_of
     from workers.models.weights import formats_of
 
-    formats = formats_of(quantization, {}, config, torch.device("cuda"))
+    formats = formats_of(quantization, {}, few_layers(config), torch.device("cuda"))
     return sorted(launches_of(config, dtype, steps, device, formats), key=repr)
 
 

@@ -336,7 +336,7 @@ def _quantised(context: Context, end_s: float) -> Iterator[Row]:
     """Products and steps with weights that stay quantised, beside those of the section "model"."""
     sizes, figures = context.sizes, context.figures("quantised", end_s)
     shape, most = SHAPES[sizes.shape], max(sizes.quantised_batches)
-    for number, (name, bits) in enumerate(_QUANTISED):
+    for number, (name, bits) in enumerate(_QUANTISED[: 1 if sizes is REHEARSAL else None]):
         asked = {"shape_name": sizes.shape, "batch": most, "context_tokens": sizes.context_tokens}
         row, found = figures.call(f"kernels of {name}", "precompile", **asked, quantization=name)
         row.note = row.note or "; ".join([] if found is None else found["errors"])
