@@ -17,13 +17,27 @@ Dimension letters: T rows; I inputs; O outputs; P parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
 from kernels.few_rows_tiles import MOST_ROWS, Tiles
 from kernels.gated_activation import Activation
+from kernels.gpu_format import GpuFormat
 from kernels.rms_norm import check_norm_weight
+
+
+class Quantised(NamedTuple):
+    """How a weight is quantised.
+
+    Attributes:
+        form: Its format.
+        table: `kernels.gpu_format.table_of` it.
+    """
+
+    form: GpuFormat
+    table: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,7 @@ def few_rows_product(
     norm: NormBefore | None = None,
     activation: Activation | None = None,
     residual: torch.Tensor | None = None,
+    quantised: Quantised | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Multiply rows. On a GPU, or in Triton's interpreter.
 
@@ -57,12 +72,13 @@ def few_rows_product(
 
     Args:
         x: [T, I], 1 to MOST_ROWS rows; float32, bfloat16 or float16.
-        weight: [O, I], with a gate [2 * O, I], contiguous; dtype of x.
+        weight: [O, I], with a gate [2 * O, I], contiguous; dtype of x. If it is quantised, bytes of rows.
         bias: As long as the weight; dtype of x.
         tiles: One of `tiles_for`.
         norm: What is done to x before; None: nothing.
         activation: That of the gate; None: there is none.
         residual: [T, O]; dtype of x. None: the result is a new tensor.
+        quantised: How the weight is; None: it is not.
 
     Returns:
         The result [T, O], and with a residual its squares, for `NormBefore`.
@@ -70,10 +86,14 @@ def few_rows_product(
     Raises:
         ValueError, TypeError: An argument is invalid; the message names it.
     """
-    check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
+    if quantised is None:
+        check_same("weight", weight, "x", x)
+        check_tensor("x", x, (None, weight.shape[1]), FLOAT_DTYPES)
+    else:
+        check_tensor("x", x, (None, None), FLOAT_DTYPES)
+        check_tensor("weight", weight, (None, quantised.form.row_bytes(x.shape[1])), (torch.uint8,))
     if not 1 <= len(x) <= MOST_ROWS:
         raise ValueError(f"x: must have 1 to {MOST_ROWS} rows, got {len(x)}")
-    check_same("weight", weight, "x", x)
     if not weight.is_contiguous():
         raise ValueError(f"weight: must be contiguous, got strides {weight.stride()}")
     outputs = len(weight) // 2 if activation is not None else len(weight)
@@ -86,5 +106,11 @@ def few_rows_product(
         check_same("residual", residual, "x", x)
     from kernels.cuda import few_rows as cuda
 
+    kernel = None
+    if quantised is not None:
+        from kernels.cuda.few_rows_quantised import variant
+
+        of_form = variant(tiles, activation, quantised.form, residual=residual is not None)
+        kernel = of_form, quantised.table
     before = None if norm is None else (norm.weight, norm.squares, norm.eps)
-    return cuda.product(x, weight, bias, tiles, before, activation, residual)
+    return cuda.product(x, weight, bias, tiles, before, activation, residual, kernel)

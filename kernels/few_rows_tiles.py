@@ -37,13 +37,27 @@ HALF = (Tiles(32, 256, 1, 4, 4), Tiles(16, 256, 1, 2, 4), Tiles(32, 256, 4, 4, 4
 HALF_GATED = (Tiles(32, 256, 1, 4, 3), Tiles(16, 256, 1, 2, 4))
 SINGLE = (Tiles(32, 64, 1, 4, 3), Tiles(32, 64, 4, 4, 3))
 SINGLE_GATED = (Tiles(32, 32, 1, 4, 3),)
+# With fewer, the programs of narrow tiles are fewer than twice the multiprocessors of a large GPU.
+_ENOUGH_OUTPUTS = 8192
+# What is dequantised is in registers: tiles of twice the inputs take twice as many, and spill with a gate.
+QUANTISED = (Tiles(32, 128, 1, 4, 5), Tiles(32, 128, 4, 4, 5))
+QUANTISED_SINGLE = (Tiles(32, 32, 1, 4, 5), Tiles(32, 32, 4, 4, 5))
 
 
-def tiles_for(dtype: torch.dtype, activation: str | None) -> Sequence[Tiles]:
+def tiles_of_size(dtype: torch.dtype, outputs: int) -> Tiles:
+    """Those of a quantised weight whose product is not measured: enough programs to read it."""
+    few, *many = tiles_for(dtype, None, quantised=True)
+    return many[-1] if outputs < _ENOUGH_OUTPUTS else few
+
+
+def tiles_for(dtype: torch.dtype, activation: str | None, *, quantised: bool = False) -> Sequence[Tiles]:
     """The tiles that a product may have: which is the fastest has to be measured.
 
-    They fit the shared memory of each architecture.
+    They fit the shared memory of each architecture. `quantised`: of a weight that is.
     """
+    if quantised:
+        found = QUANTISED_SINGLE if dtype is torch.float32 else QUANTISED
+        return found if activation is None else found[:1]
     if dtype is torch.float32:
         return SINGLE if activation is None else SINGLE_GATED
     if activation is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -32,46 +33,20 @@ _LEAST = 1e-30
 _PART_ROWS = 1024
 
 
-class GroupedWeight(Weight):
-    """A weight [O, I] in groups of inputs. The bits of a product's row do not depend on other rows.
+class AnyGroupedWeight(Weight):
+    """A weight [O, I] that is filled with rows in groups of inputs, wherever it is.
 
     Attributes:
         form: Its format.
     """
 
     def __init__(
-        self,
-        outputs: int,
-        inputs: int,
-        dtype: torch.dtype,
-        form: GroupFormat,
-        empty: Callable[[int], torch.Tensor],
-        taken: range | None = None,
+        self, outputs: int, inputs: int, dtype: torch.dtype, form: GroupFormat, taken: range | None
     ) -> None:
-        """Allocate a weight, to be filled by a function that writes.
-
-        Args:
-            outputs: O.
-            inputs: Those of a row that is written without loss.
-            dtype: That of rows and results.
-            form: The format of such a row.
-            empty: Allocates bytes, which are uninitialised.
-            taken: Which of the inputs the weight has; see `Parts.cut`. None: all.
-        """
+        """Describe a weight, whose memory is not there yet; see `GroupedWeight`."""
         self._stored, self._stored_inputs, self._taken = form, inputs, taken or range(inputs)
         self.shape, self.dtype = torch.Size((outputs, len(self._taken))), dtype
         self.form = form.cut(self._taken.start)
-        self._groups = -(-len(self._taken) // GROUP_INPUTS)
-        self._layout = Layout(self.form, outputs, self._groups)
-        self.data = empty(self._layout.nbytes)
-        self._layout.clear_rest(self.data)
-
-    @property
-    def compiled(self) -> list[CompiledPart] | None:
-        """See `Weight`."""
-        if not can_multiply(self.dtype):
-            return None
-        return [CompiledPart(self.data.data_ptr(), self.form.address, len(self))]
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
         """See `Weight`: quantises whole rows, to `QUANTISERS`. Returns scales and minima."""
@@ -123,6 +98,49 @@ class GroupedWeight(Weight):
         self.write_parts(first, parts.cut(self._stored, self._taken))
         return scales
 
+    @abstractmethod
+    def write_parts(self, first: int, parts: Parts) -> None:
+        """Write rows as the format has them."""
+
+    def _check(self, first: int, rows: torch.Tensor, width: int) -> None:
+        if first < 0 or first + len(rows) > len(self) or rows.shape[1:] != (width,):
+            raise ValueError(f"rows: {[*rows.shape]} from {first} on do not fit into {[*self.shape]}")
+
+
+class GroupedWeight(AnyGroupedWeight):
+    """A weight [O, I] in a CPU's memory. The bits of a product's row do not depend on other rows."""
+
+    def __init__(
+        self,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        form: GroupFormat,
+        empty: Callable[[int], torch.Tensor],
+        taken: range | None = None,
+    ) -> None:
+        """Allocate a weight, to be filled by a function that writes.
+
+        Args:
+            outputs: O.
+            inputs: Those of a row that is written without loss.
+            dtype: That of rows and results.
+            form: The format of such a row.
+            empty: Allocates bytes, which are uninitialised.
+            taken: Which of the inputs the weight has; see `Parts.cut`. None: all.
+        """
+        super().__init__(outputs, inputs, dtype, form, taken)
+        self._layout = Layout(self.form, outputs, -(-self.shape[1] // GROUP_INPUTS))
+        self.data = empty(self._layout.nbytes)
+        self._layout.clear_rest(self.data)
+
+    @property
+    def compiled(self) -> list[CompiledPart] | None:
+        """See `Weight`."""
+        if not can_multiply(self.dtype):
+            return None
+        return [CompiledPart(self.data.data_ptr(), self.form.address, len(self))]
+
     def write_parts(self, first: int, parts: Parts) -> None:
         """Write rows as the format has them."""
         self._layout.write_factors(self.data, first, parts.factors())
@@ -133,10 +151,6 @@ class GroupedWeight(Weight):
         addresses = self.data.data_ptr(), self.form.address, values.data_ptr()
         run = library.function("quire_write_values", types)
         run(*addresses, first, *values.shape[:2], torch.get_num_threads())
-
-    def _check(self, first: int, rows: torch.Tensor, width: int) -> None:
-        if first < 0 or first + len(rows) > len(self) or rows.shape[1:] != (width,):
-            raise ValueError(f"rows: {[*rows.shape]} from {first} on do not fit into {[*self.shape]}")
 
     def multiply(
         self,
@@ -198,12 +212,15 @@ def _integers(
     groups = unsigned.view(len(unsigned), -1, GROUP_INPUTS)
     count = -(-groups.shape[1] // form.span)
     if zeros is not None:
-        zeros = _repeated((zeros.view(torch.uint8) + moved - form.offset).view(torch.int8), form, count)
-    return Parts(groups, _repeated(scales, form, count), zeros=zeros)
+        zeros = repeated((zeros.view(torch.uint8) + moved - form.offset).view(torch.int8), form, count)
+    return Parts(groups, repeated(scales, form, count), zeros=zeros)
 
 
-def _repeated(of_groups: torch.Tensor, form: GroupFormat, count: int) -> torch.Tensor:
-    """[n, groups of a source] -> [n, count]."""
+def repeated(of_groups: torch.Tensor, form: GroupFormat, count: int) -> torch.Tensor:
+    """What a source has for each of its groups, for those of the format: [n, any] -> [n, count].
+
+    Raises ValueError if a source has not as many.
+    """
     found = of_groups.repeat_interleave(form.repeats or count, dim=1)[:, :count]
     if found.shape[1] != count or of_groups.shape[1] != -(-count // (form.repeats or count)):
         raise ValueError(

@@ -32,7 +32,9 @@ class PermutedWeight(Weight):
         inputs = torch.arange(self.shape[1])
         if not torch.equal(order.sort().values, inputs):
             raise ValueError("order: must be a permutation of the inputs")
-        self._order, self._places = (None, None) if torch.equal(order, inputs) else (order, order.argsort())
+        is_other = not torch.equal(order, inputs)
+        order = order.to(self.within.device)
+        self._order, self._places = (order, order.argsort()) if is_other else (None, None)
 
     @property
     def compiled(self) -> None:

@@ -62,7 +62,7 @@ class StackedWeight(Weight):
         return torch.cat([*products], dim=1)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(len(indices), self.shape[1], dtype=self.dtype)
+        found = torch.empty(len(indices), self.shape[1], dtype=self.dtype, device=indices.device)
         ends = [*itertools.accumulate(map(len, self.parts))]
         for part, end in zip(self.parts, ends, strict=True):
             of_part = (indices >= end - len(part)) & (indices < end)

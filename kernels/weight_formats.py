@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from kernels.float8_weight import Float8Format, Float8Weight
+from kernels.gpu_weight import GpuWeight
 from kernels.group_formats import GROUP_INPUTS, GroupFormat
 from kernels.grouped_weight import GroupedWeight
 from kernels.permuted_weight import PermutedWeight
@@ -28,9 +30,30 @@ class PermutedFormat:
 
 
 WeightFormat = GroupFormat | PermutedFormat | Float8Format
+"""How files have a matrix, and the CPU's memory."""
 
 
-def check_cut(form: WeightFormat | None, taken: range, inputs: int) -> None:
+@dataclass(frozen=True, slots=True)
+class OnGpu:
+    """Of a weight in a GPU's memory, which has the layout of `kernels.gpu_format` there.
+
+    Attributes:
+        within: The format.
+    """
+
+    within: WeightFormat
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.within.name
+
+
+HeldFormat = WeightFormat | OnGpu
+"""How a weight is held."""
+
+
+def check_cut(form: HeldFormat | None, taken: range, inputs: int) -> None:
     """Raises ValueError if some inputs of a matrix cannot be held by themselves; the message says why.
 
     Args:
@@ -38,6 +61,8 @@ def check_cut(form: WeightFormat | None, taken: range, inputs: int) -> None:
         taken: The inputs.
         inputs: Those of the whole matrix.
     """
+    if isinstance(form, OnGpu):
+        form = form.within
     if form is None or len(taken) == inputs:
         return
     if isinstance(form, PermutedFormat):
@@ -49,7 +74,7 @@ def check_cut(form: WeightFormat | None, taken: range, inputs: int) -> None:
 
 
 def new_weight(
-    form: WeightFormat,
+    form: HeldFormat,
     outputs: int,
     inputs: int,
     taken: range,
@@ -66,6 +91,11 @@ def new_weight(
         dtype: That of rows and results.
         empty: Allocates bytes, which are uninitialised.
     """
+    if isinstance(form, OnGpu):
+        if isinstance(form.within, PermutedFormat):
+            ordered = OnGpu(form.within.within)
+            return PermutedWeight(new_weight(ordered, outputs, inputs, taken, dtype, empty))
+        return GpuWeight(outputs, inputs, dtype, form.within, empty, taken)
     if isinstance(form, PermutedFormat):
         return PermutedWeight(new_weight(form.within, outputs, inputs, taken, dtype, empty))
     if isinstance(form, Float8Format):

@@ -170,8 +170,7 @@ class Config:
     quantization: str = setting(
         UNQUANTISED,
         "quantise the weights while they are loaded, as llama.cpp does: q8_0 takes 8.5 bits for each, q4_k_m"
-        " about 4.9 (q4_k, and q6_k where it matters most), q4_k and q4_0 4.5; none leaves them as they are;"
-        " on the CPU",
+        " about 4.9 (q4_k, and q6_k where it matters most), q4_k and q4_0 4.5; none leaves them as they are",
         QUANTIZATIONS,
     )
     head_dtype: str = setting(

@@ -193,9 +193,9 @@ def _weight_conflicts(config: Config) -> Iterator[Conflict]:
     native = "needs a model that native code runs: model_backend = native"
     on_one_rank = "needs a model that is not split: tensor_parallel = 1"
     with_weights = "needs a model that has weights"
-    of_weights = "quantization", "head_dtype", "kv_cache_dtype"
+    of_cpu, of_weights = ("head_dtype", "kv_cache_dtype"), ("quantization", "head_dtype", "kv_cache_dtype")
     for other, is_so, problem, names in (
-        ("device", config.device == "cuda", "needs device = cpu", of_weights),
+        ("device", config.device == "cuda", "needs device = cpu", of_cpu),
         ("model_backend", config.model_backend == "transformers", native, ("quantization",)),
         ("tensor_parallel", config.tensor_parallel > 1, on_one_rank, ("head_dtype", "draft_model")),
         ("model", config.model == WEIGHTLESS_MODEL, with_weights, (*of_weights, "draft_model")),

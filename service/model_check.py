@@ -59,7 +59,6 @@ def with_limits(config: Config, quantised: str) -> str:
     """What keeps quantised weights from being served as is asked for, after `quantised`; "": nothing."""
     limits = (
         (config.quantization != UNQUANTISED, " already: leave out quantization"),
-        (config.device == "cuda", ", which needs device = cpu"),
         (config.model_backend == "transformers", ", which needs model_backend = native"),
     )
     return next((quantised + limit for is_so, limit in limits if is_so), "")

@@ -92,9 +92,9 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda, and this machine has no CUDA device")
-    if config.device == "auto" and (_kv_dtype(config) != "auto" or _is_quantised(config)):
+    if config.device == "auto" and (_kv_dtype(config) != "auto" or _is_quantised_for_cpu(config)):
         _log.info(
-            "the model runs on the CPU: there are no GPU kernels for quantised weights, or for kv_cache_dtype"
+            "the model runs on the CPU: there are no GPU kernels for its quantised weights or kv_cache_dtype"
         )
         return "cpu"
     if config.device == "auto" and not _runs_on_cuda(config):
@@ -131,12 +131,12 @@ def triton_problem() -> str:
     return ""
 
 
-def _is_quantised(config: WorkerConfig) -> bool:
-    """Whether weights are quantised, as they are loaded or in the files."""
-    from workers.executors.loading import has_quantised_weights
+def _is_quantised_for_cpu(config: WorkerConfig) -> bool:
+    from workers.executors.loading import is_quantised_for_cpu
 
-    in_files = config.model != WEIGHTLESS_MODEL and has_quantised_weights(Path(config.model))
-    return in_files or _quantization(config) is not None
+    return config.model != WEIGHTLESS_MODEL and is_quantised_for_cpu(
+        Path(config.model), _quantization(config)
+    )
 
 
 def _runs_on_cuda(config: WorkerConfig) -> bool:

@@ -89,9 +89,11 @@ class DevicePeer(Peer):
         }
         return {name: amount * 1e9 / sorted(ns)[len(ns) // 2] for name, (amount, ns) in taken.items()}
 
-    def precompile(self, shape_name: str, batch: int, context_tokens: int) -> dict[str, Any]:
+    def precompile(
+        self, shape_name: str, batch: int, context_tokens: int, quantization: str = ""
+    ) -> dict[str, Any]:
         """Compiles what a worker with this model launches: see `benchmarks.gpu.precompiled`."""
-        sizes = (shape_name, str(batch), str(context_tokens), str(int(self._rehearsal)))
+        sizes = (shape_name, str(batch), str(context_tokens), str(int(self._rehearsal)), quantization)
         command = [sys.executable, "-m", "benchmarks.gpu.precompiled", *sizes]
         # Another process, since daemons such as this one may not have children of multiprocessing.
         compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -134,6 +136,7 @@ class DevicePeer(Peer):
         prompt_tokens: int,
         adapters: int = 0,
         batch_invariant: bool = False,
+        quantization: str | None = None,
     ) -> None:
         """Loads a model with `batch` prefilled-looking sequences, and space for the tokens of turns."""
         self.release()
@@ -145,6 +148,7 @@ class DevicePeer(Peer):
             rehearsal=self._rehearsal,
             adapters=adapters,
             batch_invariant=batch_invariant,
+            quantization=quantization,
         )
         self._bench.fill(batch, context_tokens)
         self._context_tokens, self._batch = context_tokens, batch

@@ -23,11 +23,11 @@ from kernels.cuda import (
     sampling_drafts,
     sampling_weight,
 )
-from kernels.few_rows_tiles import Tiles, tiles_for
+from kernels.few_rows_tiles import Tiles
 from workers.device_sampling import LIMITS
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_kernels
-from workers.models.builder import build_decoder
+from workers.models.builder import FormatOf, build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.experts import Experts
@@ -65,14 +65,21 @@ class Steps:
     lora: tuple[int, int] | None = None
 
 
-def launches_of(config: ModelConfig, dtype: torch.dtype, steps: Steps, device: Device) -> set[Launch]:
+def launches_of(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    steps: Steps,
+    device: Device,
+    formats: FormatOf | None = None,
+) -> set[Launch]:
     """All that a worker with a model of this config launches, whatever it is asked for.
 
-    Raises UnsupportedError if there are no GPU kernels for its heads.
+    `formats`: how matrices are quantised; see `build_decoder`. Raises UnsupportedError if there are no GPU
+    kernels for its heads.
     """
     check_cuda_kernels(config)
     with as_on(device), recording() as found:
-        decoder = build_decoder(_few_layers(config), dtype, "meta")
+        decoder = build_decoder(few_layers(config), dtype, "meta", formats=formats)
         decoder.batch_invariant = steps.batch_invariant
         _stack_experts(decoder)
         kv = new_pages(decoder, _PAGES)
@@ -104,12 +111,12 @@ class _Chosen(TilesOfPlaces):
         self._number = number
 
     def choose(self, place: Place, rows: int) -> Tiles | None:  # noqa: ARG002 - as in the base class
-        tiles = tiles_for(place.dtype, place.activation)
+        tiles = place.tiles
         assert len(tiles) <= _MOST_TILES, "each is tried"
-        return tiles[self._number % len(tiles)]
+        return tiles[self._number % len(tiles)] if tiles else None
 
 
-def _few_layers(config: ModelConfig) -> ModelConfig:
+def few_layers(config: ModelConfig) -> ModelConfig:
     """The config with each kind of layer once or twice, and its last one at the end."""
     layers = config.layers
     kinds = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]

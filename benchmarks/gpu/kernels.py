@@ -32,6 +32,8 @@ from kernels.cuda import (
 from kernels.cuda.attention_tiles import TileConfig
 from kernels.few_rows_tiles import MOST_ROWS, tiles_for
 from kernels.gated_activation import Activation
+from kernels.gpu_weight import GpuWeight
+from kernels.group_formats import FORMATS
 from workers import device_sampling
 from workers.outputs import DraftProbabilities, Sampling
 from workers.sampling import Draft, SamplingRow
@@ -40,6 +42,7 @@ EPS = 1e-6
 # The products of a layer. Before those of _NORMED is a norm; the others are added to the residual stream.
 PLACES = ("qkv", "output", "gate_up", "down")
 _NORMED = ("qkv", "gate_up")
+QUANTISED = ("q8_0", "q4_k")
 PAGE_SIZE = 16
 # Tiles of attention that may be faster than those in use, with bfloat16.
 _TILES = {
@@ -65,6 +68,15 @@ class Call:
     run: Callable[[], object]
     bytes_moved: int = 0
     flops: int = 0
+
+
+def fill_quantised(weight: GpuWeight) -> None:
+    """A few rows, again and again: to quantise all takes longer than all the rest."""
+    outputs, inputs = weight.shape
+    count = min(64, outputs)
+    generator = torch.Generator().manual_seed(0)
+    weight.write(0, torch.randn(count, inputs, generator=generator) * inputs**-0.5)
+    weight.data.copy_(weight.data[:count].repeat(-(-outputs // count), 1)[:outputs])
 
 
 @contextmanager
@@ -173,6 +185,17 @@ class KernelBench:
             ),
             weight.nbytes,
         )
+
+    def product_quantised(self, place: int, rows: int, form: int) -> Call:
+        """The product alone, by a weight in a format with this number of QUANTISED."""
+        weight, x = self._place(place, rows)
+        form_name = QUANTISED[form] if x.shape[1] % 256 == 0 else "q8_0"
+        quantised = GpuWeight(len(weight), x.shape[1], self.dtype, FORMATS[form_name], self._bytes)
+        fill_quantised(quantised)
+        return Call(lambda: quantised.multiply(x, None), quantised.nbytes)
+
+    def _bytes(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _place(self, place: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight [O, I] of a place, and rows [T, I] for it."""

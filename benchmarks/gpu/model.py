@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.kernels import PAGE_SIZE
+from benchmarks.gpu.kernels import PAGE_SIZE, fill_quantised
 from benchmarks.in_process import LlmExecutor
 from benchmarks.shapes import Shape
+from kernels.gpu_weight import GpuWeight
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.builder import build_decoder
@@ -18,6 +19,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.lora import LoraPair
 from workers.models.model import ModelDescription, new_pages
+from workers.models.weights import formats_of
 from workers.runners.cuda_graph import CudaGraphRunner
 
 SEED = 20_260
@@ -51,17 +53,19 @@ def make_bench(
     rehearsal: bool,
     adapters: int = 0,
     batch_invariant: bool = False,
+    quantization: str | None = None,
 ) -> Bench:
     """An executor like the one that `LlmExecutor.load` makes, over random weights and a pool of random KV.
 
     In a rehearsal it is on the CPU, and launches are repeated in place of a CUDA graph. `adapters`: so many
-    are in slots, of rank 16 on all projections.
+    are in slots, of rank 16 on all projections. `quantization`: see `LoadPlan`; as on a GPU, wherever it is.
     """
     device = torch.device("cpu" if rehearsal else "cuda:0")
     # Triton's interpreter computes bfloat16 wrongly.
     dtype = torch.float32 if rehearsal else torch.bfloat16
     config = ModelConfig.from_settings(shape.hf_config())
-    decoder = build_decoder(config, dtype, device)
+    formats = formats_of(quantization, {}, config, torch.device("cuda"))
+    decoder = build_decoder(config, dtype, device, formats=formats)
     _fill_weights(decoder)
     decoder.batch_invariant = batch_invariant
     if adapters:
@@ -98,7 +102,9 @@ def _fill_weights(decoder: Decoder) -> None:
     """Scaled so that activations keep their size from layer to layer."""
     generator = torch.Generator(decoder.device).manual_seed(SEED)
     for name, target in decoder.targets().items():
-        if name.endswith("norm.weight"):
+        if isinstance(target.into, GpuWeight):
+            fill_quantised(target.into)
+        elif name.endswith("norm.weight"):
             target.tensor.fill_(1.0)
         else:
             target.tensor.normal_(0.0, target.shape[-1] ** -0.5, generator=generator)

@@ -60,6 +60,7 @@ def precompile(
     steps: Steps,
     device: Device | None = None,
     processes: int | None = None,
+    quantization: str | None = None,
 ) -> Iterator[Compiled]:
     """Compile all that a worker with this model launches.
 
@@ -69,6 +70,7 @@ def precompile(
         steps: The sizes of the worker's steps.
         device: What is compiled for. None: the first CUDA device here.
         processes: None: one for each core.
+        quantization: How its matrices are quantised, a name of `workers.models.recipes`; None: they are not.
 
     Yields:
         Each kernel, as it is done. One that does not compile is an error in there, and no exception.
@@ -77,7 +79,7 @@ def precompile(
     # Spawned, not forked: torch may have started threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_compile_for_real) as pool:
-        launches = pool.submit(_launches_of, config, dtype, steps, device).result()
+        launches = pool.submit(_launches_of, config, dtype, steps, device, quantization).result()
         launches.sort(key=lambda launch: not any(name in launch.kernel for name in _LONG))
         jobs = [pool.submit(_try_to_compile, launch, device.capability) for launch in launches]
         for job in jobs:
@@ -89,10 +91,16 @@ def _compile_for_real() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
 
 
-def _launches_of(config: ModelConfig, dtype: torch.dtype, steps: Steps, device: Device) -> list[Launch]:
-    from benchmarks.gpu.dry_run import launches_of
+def _launches_of(
+    config: ModelConfig, dtype: torch.dtype, steps: Steps, device: Device, quantization: str | None
+) -> list[Launch]:
+    import torch
 
-    return sorted(launches_of(config, dtype, steps, device), key=repr)
+    from benchmarks.gpu.dry_run import few_layers, launches_of
+    from workers.models.weights import formats_of
+
+    formats = formats_of(quantization, {}, few_layers(config), torch.device("cuda"))
+    return sorted(launches_of(config, dtype, steps, device, formats), key=repr)
 
 
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> Any:

@@ -1,6 +1,7 @@
-"""Compiles the kernels of a model: `python -m benchmarks.gpu.precompiled SHAPE BATCH CONTEXT REHEARSAL`.
+"""Compiles a model's kernels: `python -m benchmarks.gpu.precompiled SHAPE BATCH CONTEXT REHEARSAL FORMAT`.
 
-Prints JSON: how many there are, the seconds of the slowest ones by name, and the errors.
+FORMAT: how its matrices are quantised, a name of `workers.models.recipes`; empty: they are not. Prints
+JSON: how many there are, the seconds of the slowest ones by name, and the errors.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ _SHOWN = 3
 
 def main() -> None:
     """Compiles in a process for each core."""
-    shape, batch, context_tokens, rehearses = sys.argv[1], *map(int, sys.argv[2:])
+    shape, batch, context_tokens, rehearses = sys.argv[1], *map(int, sys.argv[2:5])
+    quantization = sys.argv[5] or None
     config = ModelConfig.from_settings(SHAPES[shape].hf_config())
     steps = Steps(batch, -(-context_tokens // PAGE_SIZE))
-    done = list(precompile(config, torch.bfloat16, steps, _H100 if rehearses else None))
+    device = _H100 if rehearses else None
+    done = list(precompile(config, torch.bfloat16, steps, device, quantization=quantization))
     done.sort(key=lambda one: -one.seconds)
     found = {
         "kernels": len(done),

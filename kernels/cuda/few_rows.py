@@ -259,8 +259,11 @@ def product(
     norm: tuple[torch.Tensor, torch.Tensor, float] | None,
     activation: str | None,
     residual: torch.Tensor | None,
+    quantised: tuple[Variant, torch.Tensor | None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the kernels; see `kernels.few_rows`. Arguments are checked, and there is at least one row.
+
+    `quantised`: of such a weight the kernel, see `kernels.cuda.few_rows_quantised`, and its table.
 
     Returns the result, and with a residual the parts of the sums of its squares.
     """
@@ -271,29 +274,23 @@ def product(
     programs = triton.cdiv(outputs, tiles.outputs)
     sums = squares = None
     if residual is not None:
-        parts = programs if tiles.splits == 1 else triton.cdiv(outputs, BLOCK)
-        squares = torch.empty(parts, MOST_ROWS, dtype=torch.float32, device=x.device)
+        tiles_of_out = programs if tiles.splits == 1 else triton.cdiv(outputs, BLOCK)
+        squares = torch.empty(tiles_of_out, MOST_ROWS, dtype=torch.float32, device=x.device)
     if tiles.splits > 1:
         sums = torch.empty(tiles.splits, rows, width, dtype=torch.float32, device=x.device)
     norm_weight, norm_squares, eps = norm or (None, None, 0.0)
-    _product(tiles, activation, residual=residual is not None).launch(
-        (programs, tiles.splits),
-        out,
-        sums,
-        squares,
-        x,
-        weight,
-        bias,
-        norm_weight,
-        norm_squares,
-        rows,
-        outputs,
-        inputs,
-        0 if norm_squares is None else len(norm_squares),
-        x.stride(0),
-        out.stride(0),
-        eps,
-    )
+    parts = 0 if norm_squares is None else len(norm_squares)
+    before = bias, norm_weight, norm_squares, rows, outputs, inputs
+    after = parts, x.stride(0), out.stride(0), eps
+    grid, adds = (programs, tiles.splits), residual is not None
+    if quantised is None:
+        _product(tiles, activation, residual=adds).launch(
+            grid, out, sums, squares, x, weight, *before, *after
+        )
+    else:
+        kernel, table = quantised
+        stride = weight.stride(0)
+        kernel.launch(grid, out, sums, squares, x, weight, table, *before, stride, *after)
     if sums is not None:
         _finish(tiles.splits, activation, residual=residual is not None).launch(
             (triton.cdiv(outputs, BLOCK),), out, sums, squares, bias, rows, outputs, out.stride(0)

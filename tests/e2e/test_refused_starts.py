@@ -67,9 +67,6 @@ BEFORE_IT_LISTENS = {
         quantised("tensors of GPTQ and AWQ", "--gateways", "2", "--workers", "2"),
         QUANTISED["tensors of GPTQ and AWQ"][1],
     ),
-    "quantised weights on a GPU": Refused(
-        quantised("gptq", "--device", "cuda"), "its weights are quantised, which needs device = cpu"
-    ),
     "a GGUF file that is cut short": Refused(
         cut_short, "ends beyond the end of the file, which is cut short"
     ),

@@ -31,8 +31,8 @@ _OPERATIONS = (
     *("test_attention.py", "test_attention_properties.py", "test_rms_norm.py"),
     *("test_gated_activation.py", "test_rope_kv_write.py", "test_experts.py"),
 )
-# These need no GPU: they compile for one, or break kernels on purpose, or test the interpreter.
-_WITHOUT_GPU = ("test_compile_gate.py", "test_interpreter_bf16.py")
+# These need no GPU: they compile for one, or test the interpreter, or interpret what is in the CPU's memory.
+_WITHOUT_GPU = ("test_compile_gate.py", "test_interpreter_bf16.py", "test_quantised_models_cuda.py")
 # How long a part may take: one that hangs must not hold up the others, nor the device.
 _LIMIT_S = 150.0
 # For each part that has the device to itself; they are the last.
@@ -73,6 +73,7 @@ def all_parts() -> list[Part]:
         Part("step-loop", (OWN + "test_step_loop.py",)),
         Part("worker", ("tests/workers/test_worker_process.py",)),
         Part("executor", (OWN + "test_executor.py",)),
+        Part("quantised", (OWN + "test_quantised.py",)),
         Part("device-lost", (OWN + "test_device_lost.py",)),
         Part("server", (OWN + "test_server.py",), limit_s=240),
         Part("real-sizes", (OWN + "test_kernels_at_real_sizes.py",)),

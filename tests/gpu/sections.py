@@ -19,6 +19,8 @@ from tests.gpu.report import Row
 
 _PLACES = ("qkv", "output", "gate_up", "down")
 _MOST_FUSED_ROWS = 16
+# Formats of `benchmarks.gpu.kernels.QUANTISED`, and their bits on a GPU.
+_QUANTISED = (("q8_0", 8.5), ("q4_k", 4.625))
 # Two busy cores take so many times as long for the interpreter as a device's machine for its tests.
 _REHEARSAL_PATIENCE = 4.0
 # What nothing here runs without; and what some tests need, or only the gateway.
@@ -49,6 +51,7 @@ class Sizes:
     adapted_batch: int = 64
     masked_rows: int = 8
     ranks: int = 2
+    quantised_batches: tuple[int, ...] = (1, 16, 64)
     invariant_batches: tuple[int, ...] = (1, 64)
     peer_batches: tuple[int, ...] = (1, 64)
     turns: int = 3
@@ -69,6 +72,7 @@ REHEARSAL = Sizes(
     adapters=(0, 2),
     adapted_batch=2,
     masked_rows=1,
+    quantised_batches=(2,),
     invariant_batches=(2,),
     peer_batches=(2,),
     turns=1,
@@ -121,6 +125,7 @@ def all_sections() -> list[Section]:
         Section("layers", 60, _layers),
         Section("model", 150, _model),
         Section("peer", 40, _peer),
+        Section("quantised", 120, _quantised),
         Section("batch-invariant", 20, _batch_invariant),
         Section("ranks", 60, _ranks),
         Section("tiles", 50, _tiles),
@@ -168,7 +173,7 @@ def _precompile(context: Context, end_s: float) -> Iterator[Row]:
 # The tests that show most, first.
 FIRST = {
     "kernels": ("real-sizes", "sampling", "lora", "batch-invariance"),
-    "layers": ("graphs", "step-loop", "worker", "executor", "device-lost"),
+    "layers": ("graphs", "step-loop", "worker", "executor", "quantised", "device-lost"),
 }
 
 
@@ -325,6 +330,38 @@ def _ranks(context: Context, end_s: float) -> Iterator[Row]:
         ranks=ranks,
         batch=batch,
     )
+
+
+def _quantised(context: Context, end_s: float) -> Iterator[Row]:
+    """Products and steps with weights that stay quantised, beside those of the section "model"."""
+    sizes, figures = context.sizes, context.figures("quantised", end_s)
+    shape, most = SHAPES[sizes.shape], max(sizes.quantised_batches)
+    for number, (name, bits) in enumerate(_QUANTISED[: 1 if sizes is REHEARSAL else None]):
+        asked = {"shape_name": sizes.shape, "batch": most, "context_tokens": sizes.context_tokens}
+        row, found = figures.call(f"kernels of {name}", "precompile", **asked, quantization=name)
+        row.note = row.note or "; ".join([] if found is None else found["errors"])
+        yield row
+        context.device.prepare_with("load", **_load(sizes, most, sizes.prefills[0]), quantization=name)
+        matrices = shape.num_hidden_layers * shape.layer_elements + shape.vocab_size * shape.hidden_size
+        saved = int(matrices * (2 - bits / 8))
+        for batch in sizes.quantised_batches:
+            reads = shape.decode_bytes(batch, sizes.context_tokens + 8) - saved
+            yield figures.measure(
+                f"{name}: decode, batch {batch}, device-fed", "decode", reads=reads, batch=batch, fed=True
+            )
+        tokens = sizes.prefills[0]
+        flops = shape.prefill_flops(1, tokens)
+        label = f"{name}: prefill, {tokens} tokens"
+        yield figures.measure(label, "prefill", flops=flops, seeded=True, tokens=tokens)
+        for rows in sizes.product_rows[:3]:
+            for place, product in enumerate(_PLACES):
+                yield figures.measure(
+                    f"{name}: {product}, {rows} rows",
+                    "kernel",
+                    kernel="product_quantised",
+                    shape_name=sizes.shape,
+                    size=[place, rows, number],
+                )
 
 
 def _batch_invariant(context: Context, end_s: float) -> Iterator[Row]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from kernels.few_rows_tiles import Tiles, tiles_for
+from kernels.few_rows_tiles import Tiles
 from tests.kernels.conftest import INTERPRETED
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
@@ -116,7 +116,7 @@ class FirstTiles(TilesOfPlaces):
 
     def choose(self, place: Place, rows: int) -> Tiles | None:
         """The first of them."""
-        return tiles_for(place.dtype, place.activation)[0]
+        return place.tiles[0] if place.tiles else None
 
 
 def nan_kv(config: ModelConfig, num_pages: int, device: torch.device) -> KvTensors:

@@ -24,7 +24,7 @@ from tests.gpu.sections import Section, all_sections
 
 FAILS = "import pytest\n\ndef test_right(): pass\n\ndef test_wrong(): assert 1 == 2\n"
 CRASHES = "import os\n\ndef test_before(): pass\n\ndef test_it(): os.abort()\n"
-FIGURES = ("versions", "precompile", "model", "peer", "batch-invariant", "ranks", "tiles")
+FIGURES = ("versions", "precompile", "model", "peer", "quantised", "batch-invariant", "ranks", "tiles")
 
 
 def write(directory: Path, name: str, text: str) -> Part:

@@ -14,12 +14,12 @@ from tests.families import by_turns
 from tests.gpu import test_graphs
 from tests.gpu.sizes import random_decoder, sized
 from tests.gpu.test_graphs import BATCHES, CONFIGS, PAGES, make_runner, random_rows, random_tokens
-from tests.kernels.cuda.test_batch_invariance_cuda import _products_of_rows
+from tests.kernels.cuda.test_batch_invariance_cuda import products_of_rows
 from tests.kernels.cuda.test_decode_lora import make_adapter as make_weights
 from tests.kernels.cuda.test_lora_cuda import _triton_lora, adapted64, make_adapter, make_table
 from tests.workers.packing import HandPacker, HandSequence, Item
 
-__all__ = ["_products_of_rows", "_triton_lora"]  # in a rehearsal
+__all__ = ["_triton_lora", "products_of_rows"]  # in a rehearsal
 
 torch.set_num_threads(1)
 

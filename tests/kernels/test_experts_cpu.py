@@ -16,9 +16,9 @@ from kernels.linear import DenseWeight, linear
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat
+from tests.kernels.grouped_weights import random_weight
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.test_experts import choices, matrices, pack
-from tests.kernels.test_grouped_weight import random_weight
 
 
 @pytest.fixture(autouse=True)

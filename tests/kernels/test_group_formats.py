@@ -14,6 +14,7 @@ from kernels.gguf_blocks import blocks_of, parts_of
 from kernels.group_formats import FORMATS, TABLES, GroupFormat, integer_groups, table_groups
 from kernels.grouped_weight import GroupedWeight
 from kernels.quantisers import QUANTISERS, quantise
+from tests.kernels.grouped_weights import empty
 from workers.common.gguf.header import TYPES
 
 # Where a block has the upper bytes of its float16s.
@@ -28,13 +29,6 @@ _UPPER_BYTES = {
     "mxfp4": (0,),
 }
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def empty(form: GroupFormat, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> GroupedWeight:
-    """In memory that is full of ones, which must not matter."""
-    return GroupedWeight(
-        outputs, inputs, dtype, form, lambda size: torch.full((size,), 255, dtype=torch.uint8)
-    )
 
 
 def random_blocks(name: str, outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:

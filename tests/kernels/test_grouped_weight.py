@@ -11,27 +11,17 @@ import torch
 
 from kernels.cpu import library
 from kernels.dequantise import dequantised, factors, integers
-from kernels.group_formats import FORMATS, GroupFormat, integer_groups, table_groups
+from kernels.group_formats import FORMATS, GroupFormat
 from kernels.group_layout import Parts
 from kernels.grouped_weight import GroupedWeight, grouped_reference, round_rows
 from kernels.linear import linear
 from kernels.quantisers import QUANTISERS, quantise
+from tests.kernels.grouped_weights import KINDS, empty, numbers, random_weight
 from tests.kernels.instruction_sets import need_compiled, use
-from tests.kernels.test_group_formats import empty
 
 DTYPES = [torch.bfloat16, torch.float32]
 # Outputs and inputs that fill the last blocks and groups, and that do not; an odd number of groups.
 SHAPES = [(96, 64), (33, 80), (1, 32), (160, 992), (17, 1), (40, 31), (70, 608)]
-# All of GGUF, and integers that differ in what the products of a chunk do.
-KINDS = [
-    *FORMATS.values(),
-    integer_groups(8, 64, torch.float32, zeros=True),
-    integer_groups(8, 0, torch.bfloat16, zeros=False),
-    integer_groups(4, 128, torch.float16, zeros=True),
-    integer_groups(4, 32, torch.bfloat16, zeros=False),
-    table_groups("nf4", 64),
-    table_groups("fp4", 0),
-]
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 130, 300)
 
 
@@ -47,38 +37,6 @@ def quantised(weight: torch.Tensor, name: str, dtype: torch.dtype = torch.float3
     outputs, inputs = weight.shape
     made = empty(FORMATS[name], outputs, inputs, dtype)
     made.write(0, weight)
-    return made
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def random_weight(
-    form: GroupFormat, outputs: int, inputs: int, dtype: torch.dtype = torch.float32
-) -> GroupedWeight:
-    """With any numbers in all parts of the format, the least and the most among them."""
-    generator, groups = torch.Generator().manual_seed(0), -(-inputs // 32)
-
-    def integers(count: int, least: int, most: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
-        found = torch.randint(least, most + 1, (outputs, count), generator=generator)
-        ends = torch.tensor([least, most])[torch.randint(2, (outputs, count), generator=generator)]
-        return torch.where(torch.rand(outputs, count, generator=generator) < 0.5, found, ends).to(dtype)
-
-    scales, subscales = -(-groups // form.span), groups * form.subscales
-    most = (1 << form.bits) - 1
-    parts = Parts(
-        integers(groups * 32, 0, most, torch.uint8).view(outputs, groups, 32),
-        numbers(outputs, scales, dtype=form.scale_dtype, seed=1),
-        minima=numbers(outputs, scales, dtype=torch.float16, seed=2) if form.minima else None,
-        zeros=integers(scales, -128, 127) if form.zeros else None,
-        subscales=integers(subscales, -128, 127) if subscales else None,
-        subminima=integers(subscales, -128, 127)
-        if subscales and form.minima and not form.packs_subscales
-        else None,
-    )
-    made = empty(form, outputs, inputs, dtype)
-    made.write_parts(0, parts)
     return made
 
 

@@ -104,7 +104,6 @@ def test_a_directory_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"device": "cuda"}, r"quantization = 'q8_0' .*needs device = cpu"),
         ({"model_backend": "transformers"}, r"quantization = 'q8_0' .*needs a model that native code runs"),
         ({"model": "paged-attention"}, r"quantization = 'q8_0' .*needs a model that has weights"),
     ],

@@ -102,7 +102,6 @@ def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
     ("name", "value", "says"),
     [
         ("quantization", "q8_0", " already: leave out quantization"),
-        ("device", "cuda", ", which needs device = cpu"),
         ("model_backend", "transformers", ", which needs model_backend = native"),
     ],
 )

@@ -34,14 +34,7 @@ from workers.common.gguf import GgufError
 from workers.common.gguf.header import TYPES
 from workers.common.gguf.settings import QUANTISED
 from workers.common.gguf.splits import SPLITS
-from workers.executors.loading import (
-    AUTO,
-    NATIVE,
-    TRANSFORMERS,
-    choose_backend,
-    has_quantised_weights,
-    load_served,
-)
+from workers.executors.loading import AUTO, NATIVE, TRANSFORMERS, choose_backend, load_served
 from workers.models import checkpoint
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -395,14 +388,6 @@ def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None
     quantised = write_gguf(tmp_path / "quantised.gguf", dense, "q8_0")
     with pytest.raises(UnsupportedError, match=r"tensor \S+ is quantised already \(q8_0\): leave out"):
         plan_load(quantised, quantization="q4_0")
-    # By which a worker that may have a GPU or not chooses the CPU.
-    assert [has_quantised_weights(path) for path in (quantised, dense, tmp_path / "nowhere")] == [
-        True,
-        False,
-        False,
-    ]
-    with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
-        plan_load(quantised, device="cuda")
     with pytest.raises(ModelError, match="model_backend = transformers needs a directory with safetensors"):
         choose_backend(quantised, TRANSFORMERS)
     plan = plan_load(write_gguf(tmp_path / "dense.gguf", dense, "f16"), quantization="q4_0")

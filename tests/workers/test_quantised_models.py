@@ -17,8 +17,8 @@ from kernels.group_formats import FORMATS, integer_groups
 from kernels.group_layout import Parts
 from kernels.grouped_weight import GroupedWeight
 from tests.families import settings_of
+from tests.kernels.grouped_weights import random_weight
 from tests.kernels.instruction_sets import need_compiled
-from tests.kernels.test_grouped_weight import random_weight
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
@@ -28,11 +28,10 @@ from workers.executors.memory import LoraLimits
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.errors import ModelError, UnsupportedError
+from workers.models.errors import ModelError
 from workers.models.lora import LoraPair
 from workers.models.native_parity_check import check_native
 from workers.models.recipes import RECIPES
-from workers.models.weights import plan_load
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -231,8 +230,6 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_what_cannot_be_quantised_yet_is_refused(tmp_path: Path) -> None:
     dense = make_model(tmp_path, TinyModel())
-    with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
-        plan_load(dense, device="cuda", quantization="q8_0")
     with pytest.raises(ModelError, match="quantization needs a model that native code runs"):
         load_served(dense, "auto", CPU, None, backend=TRANSFORMERS, self_check=False, quantization="q8_0")
 

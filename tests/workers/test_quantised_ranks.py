@@ -18,6 +18,7 @@ from tests.workers.packing import random_texts
 from tests.workers.rank_threads import split_model
 from tests.workers.test_gguf_models import Q4_K_M, TEXT, WIDE, logits
 from tests.workers.test_quantised_directories import INT8, ROUNDED
+from workers.executors.loading import is_quantised_for_cpu
 from workers.models.decoder import Decoder
 from workers.models.errors import UnsupportedError
 from workers.models.self_check import tolerance
@@ -113,5 +114,13 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
         split_model(ordered, 2)
     with pytest.raises(UnsupportedError, match=r"o_proj\.weight: q8_0 cannot be cut into parts of 16 inputs"):
         split_model(plain(tmp_path / "narrow", head_dim=16, intermediate_size=128), 4, quantization="q8_0")
-    with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
-        plan_load(ordered, device="cuda")
+
+
+def test_experts_on_a_gpu_are_refused(tmp_path: Path) -> None:
+    """A worker that may have a GPU or not chooses the CPU for them."""
+    experts = MODELS["experts"](tmp_path / "experts")
+    with pytest.raises(UnsupportedError, match="quantised experts need device = cpu"):
+        plan_load(experts, device="cuda")
+    dense = plain(tmp_path / "dense", head_dim=64)
+    assert is_quantised_for_cpu(experts) and is_quantised_for_cpu(tmp_path / "nowhere") is False
+    assert not is_quantised_for_cpu(dense) and not is_quantised_for_cpu(dense, "q8_0")

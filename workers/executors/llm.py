@@ -167,7 +167,8 @@ class LlmExecutor(ModelExecutor):
             executor.use_draft_model(drafter, limits.max_tokens)
         if mtp_head:
             executor.use_mtp_head()
-        if device.type != "cuda" or backend == NATIVE:
+        # On a GPU they are copied into place, which only dense native weights can be.
+        if device.type != "cuda" or (backend == NATIVE and not description.quantization):
             executor.replacement = executor._new_replacement(
                 served, description, backend, dtype, quantization, head_dtype
             )

@@ -122,12 +122,22 @@ def runs_on_cuda(directory: Path, asked: str) -> bool:
     return True
 
 
-def has_quantised_weights(directory: Path) -> bool:
-    """Whether files have quantised weights. False for what cannot be read, which the load will say."""
+def is_quantised_for_cpu(directory: Path, quantization: str | None = None) -> bool:
+    """Whether weights are quantised, in the files or as they are loaded, and only a CPU runs them so.
+
+    False for what cannot be read, which the load will say.
+    """
     try:
-        return any(entry.form is not None for entry in source_of(directory).tensors().values())
+        entries = source_of(directory).tensors().values()
+        if quantization is None and all(entry.form is None for entry in entries):
+            return False
+        config = ModelConfig.from_directory(directory)
+        check_cuda_kernels(config)
+    except UnsupportedError:
+        return True
     except ModelError:
         return False
+    return config.experts is not None or config.is_recurrent or config.latent is not None
 
 
 def load_served(  # noqa: PLR0913 - the settings of a load
@@ -160,7 +170,7 @@ def load_served(  # noqa: PLR0913 - the settings of a load
                 raise UnsupportedError(f"{asked} needs a model that native code runs")
             return _load_library(directory, dtype, device, progress, self_check=self_check)
         plan = plan_load(directory, dtype, device, group, quantization, mtp_head=mtp_head)
-        if plan.is_quantised:
+        if plan.is_quantised and device.type == "cpu":
             use_bits_of_all_cpus()
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)

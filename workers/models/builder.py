@@ -13,7 +13,7 @@ from kernels.experts import ExpertWeights
 from kernels.linear import DenseWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
-from kernels.weight_formats import WeightFormat, check_cut, new_weight
+from kernels.weight_formats import HeldFormat, check_cut, new_weight
 from workers import huge_pages
 from workers.models.adapted import Layer
 from workers.models.config import ModelConfig
@@ -41,7 +41,7 @@ _ROUTERS = tuple(
     if name
 )
 
-FormatOf = Callable[[str], WeightFormat | None]
+FormatOf = Callable[[str], HeldFormat | None]
 """The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
 
 
@@ -122,7 +122,7 @@ class _Parts:
             return self._matrix(sum(rows.values()), inputs, taken, forms[next(iter(rows))])
         return StackedWeight([self._matrix(rows[name], inputs, taken, form) for name, form in forms.items()])
 
-    def _matrix(self, outputs: int, inputs: int, taken: range, form: WeightFormat | None) -> Weight:
+    def _matrix(self, outputs: int, inputs: int, taken: range, form: HeldFormat | None) -> Weight:
         if form is None:
             return DenseWeight(self.empty(outputs, len(taken)))
         return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)

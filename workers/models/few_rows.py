@@ -22,6 +22,9 @@ import torch
 from kernels.few_rows import NormBefore, few_rows_product
 from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.gated_activation import UNGATED, Activation, gated_activation
+from kernels.gpu_format import GpuFormat
+from kernels.gpu_weight import GpuWeight
+from kernels.linear import DenseWeight
 from workers.models.layers import Attention, ForwardContext, GatedMlp, Norm, Projected, Sublayer
 from workers.models.linear import Linear
 
@@ -51,6 +54,14 @@ class Place:
     biased: bool
     norm_dtype: torch.dtype | None  # None: the residual is added after it
     activation: Activation | None
+    form: GpuFormat | None = None  # of a quantised weight
+    is_one_matrix: bool = True
+
+    @property
+    def tiles(self) -> Sequence[Tiles]:
+        """Those that it may have; empty: it is separate operations."""
+        quantised = self.form is not None
+        return tiles_for(self.dtype, self.activation, quantised=quantised) if self.is_one_matrix else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +77,17 @@ class _Product:
         weight = linear.weight
         norm_dtype = None if norm is None else norm.weight.dtype
         biased = linear.bias is not None
-        return cls(
-            Place(name, tuple(weight.shape), weight.dtype, biased, norm_dtype, activation), linear, norm
+        place = Place(
+            name,
+            tuple(weight.shape),
+            weight.dtype,
+            biased,
+            norm_dtype,
+            activation,
+            weight.quantised.form if isinstance(weight, GpuWeight) else None,
+            isinstance(weight, DenseWeight | GpuWeight),
         )
+        return cls(place, linear, norm)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """The separate operations after the norm."""
@@ -83,14 +102,16 @@ class _Product:
         if squares is not None:
             assert self.norm is not None
             norm = NormBefore(self.norm.weight, self.norm.eps, squares)
+        weight = self.linear.weight
         return few_rows_product(
             x,
-            self.linear.weight.plain,
+            weight.data,
             self.linear.bias,
             tiles,
             norm=norm,
             activation=self.place.activation,
             residual=residual,
+            quantised=weight.quantised if isinstance(weight, GpuWeight) else None,
         )
 
 
@@ -144,7 +165,7 @@ class TilesOfPlaces:
                 product.whole(x, tiles, squares, residual if added else None)
 
         times: dict[Tiles | None, float] = {None: self._measure(separate)}
-        for tiles in tiles_for(place.dtype, place.activation):
+        for tiles in place.tiles:
             times[tiles] = self._measure(lambda tiles=tiles: whole(tiles))  # type: ignore[misc]
         least = min(times.values())
         fastest = next(way for way, time in times.items() if time <= least * _TIE)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from kernels.grouped_weight import GroupedWeight
+from kernels.grouped_weight import AnyGroupedWeight
 from kernels.linear import DenseWeight, linear
 from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
 from kernels.weight import Weight
@@ -44,6 +44,11 @@ class LoadTarget:
         return self.into.plain[self.first : self.first + self._num_rows]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it has a `tensor`."""
+        return isinstance(self.into, DenseWeight)
+
+    @property
     def nbytes(self) -> int:
         """Its memory."""
         return self.into.nbytes * self._num_rows // max(1, len(self.into))
@@ -64,7 +69,7 @@ class LoadTarget:
         return [each.add_(self.offset) for each in written] if self.offset else written
 
     def fill_quantised(self, part: Part, first: int = 0) -> list[torch.Tensor]:
-        """As `fill`, with quantised rows; of a GGUF file as bytes, see `GroupedWeight.write_blocks`.
+        """As `fill`, with quantised rows; of a GGUF file as bytes, see `AnyGroupedWeight.write_blocks`.
 
         They are whole: the weight knows which inputs of them it has. Raises TypeError if it cannot hold them.
         """
@@ -76,7 +81,7 @@ class LoadTarget:
     def _write_quantised(self, first: int, rows: Part) -> torch.Tensor:
         if not isinstance(rows, torch.Tensor):
             return rows.write(self.into, first)
-        if not isinstance(self.into, GroupedWeight):
+        if not isinstance(self.into, AnyGroupedWeight):
             raise TypeError(f"a {type(self.into).__name__} takes no quantised rows")
         return self.into.write_blocks(first, rows)
 
@@ -84,7 +89,7 @@ class LoadTarget:
         for into, rows in self._rows(first, len(part)):
             source = part[rows.start : rows.stop]
             # A quantised weight takes whole rows: inputs of several ranks may share a scale.
-            if part.dim() > 1 and not isinstance(self.into, GroupedWeight):
+            if part.dim() > 1 and not isinstance(self.into, AnyGroupedWeight):
                 source = source[:, taken.columns.start : taken.columns.stop]
             yield self.into.write(into, source)
 

@@ -20,12 +20,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from kernels import gpu_format
 from kernels.dequantise import dequantised
 from kernels.float8_weight import Float8Format
 from kernels.group_formats import GroupFormat
 from kernels.quantisers import quantise
 from kernels.rope import rope_frequencies
-from kernels.weight_formats import WeightFormat
+from kernels.weight_formats import OnGpu, WeightFormat
 from workers.models.builder import FormatOf, build_decoder, is_router
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
@@ -175,7 +176,7 @@ def _check_logits(
     tensors = {config.family.renamed_tensor(name): tensor for name, tensor in tensors.items()}
     if config.family.experts is not None and config.family.experts.stacked is not None:
         tensors = separated_values(tensors, config.family.experts)
-    formats = formats_of(quantization, forms, config)
+    formats = formats_of(quantization, forms, config, device)
     decoder = build_decoder(config, dtype, device, formats=formats)
     for name in decoder.targets().keys() - tensors.keys():
         raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
@@ -191,13 +192,14 @@ def _check_logits(
         logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
 
-    # 8-bit floats are multiplied by what has the dtype.
-    rounds = quantization is not None or not all(isinstance(form, Float8Format) for form in forms.values())
+    # 8-bit floats are multiplied by what has the dtype, and so are all formats on a GPU.
+    is_float8 = quantization is None and all(isinstance(form, Float8Format) for form in forms.values())
+    rounds = not is_float8 and not gpu_format.is_gpu(device)
     names = names_of(forms) or quantization or name_of(dtype)
     with library_errors("run a scaled-down model"), ExitStack() as until_checked:
         if formats is not None:
             parameters = until_checked.enter_context(separate_experts(module, config.family))
-            until_checked.enter_context(put_values(module, parameters, values, orders))
+            until_checked.enter_context(put_values(module, parameters, values, orders if rounds else {}))
         return check_parity(
             decoder,
             plain,
@@ -218,7 +220,7 @@ def _fill(
     """Fill a decoder: with random rows where there are `forms`, else with these tensors.
 
     Returns:
-        For `put_values` what quantised matrices stand for; and of those whose inputs are rounded, the order
+        For `put_values` what quantised matrices stand for; and of those whose inputs a CPU rounds, the order
         in which these are in groups.
     """
     values, orders = dict[str, torch.Tensor](), dict[str, torch.Tensor | None]()
@@ -231,8 +233,10 @@ def _fill(
             target.fill_quantised(rows)
             continue
         form = None if formats is None or len(target.shape) == 1 else formats(name)
+        if isinstance(form, OnGpu):
+            form = form.within
         if isinstance(form, GroupFormat):
-            values[name] = dequantised(form, quantise(tensors[name], form))[:, : target.shape[1]]
+            values[name] = dequantised(form, quantise(tensors[name].cpu(), form))[:, : target.shape[1]]
             orders[name] = None
         target.fill(tensors[name])
     return values, orders

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from kernels import gpu_format
 from kernels.float8_weight import Float8Format
-from kernels.weight_formats import WeightFormat
+from kernels.weight_formats import OnGpu, WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
@@ -82,7 +83,7 @@ class LoadPlan:
     @property
     def formats(self) -> FormatOf | None:
         """The format of each matrix, for `build_decoder`."""
-        return formats_of(self.quantization, self.forms, self.config)
+        return formats_of(self.quantization, self.forms, self.config, self.device)
 
     @property
     def is_quantised(self) -> bool:
@@ -101,12 +102,20 @@ def names_of(forms: Mapping[str, WeightFormat]) -> str:
 
 
 def formats_of(
-    quantization: str | None, forms: Mapping[str, WeightFormat], config: ModelConfig
+    quantization: str | None, forms: Mapping[str, WeightFormat], config: ModelConfig, device: torch.device
 ) -> FormatOf | None:
     """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
-    if forms:
-        return forms.get
-    return None if quantization is None else recipe(quantization, config)
+    if not forms and quantization is None:
+        return None
+    format_of = forms.get if quantization is None else recipe(quantization, config)
+    if not gpu_format.is_gpu(device):
+        return format_of
+
+    def on_gpu(name: str) -> OnGpu | None:
+        form = format_of(name)
+        return None if form is None or isinstance(form, OnGpu) else OnGpu(form)
+
+    return on_gpu
 
 
 def plan_load(
@@ -145,8 +154,8 @@ def plan_load(
     for note in source.notes():
         _log.info("%s: %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
-    if (quantization is not None or forms) and device.type != "cpu":
-        raise UnsupportedError("quantization needs device = cpu")
+    if (quantization is not None or forms) and config.experts is not None and gpu_format.is_gpu(device):
+        raise UnsupportedError("quantised experts need device = cpu")
     if config.is_recurrent and device.type != "cpu":
         raise UnsupportedError("native code for recurrent layers needs device = cpu")
     if config.latent is not None and device.type != "cpu":
@@ -158,8 +167,9 @@ def plan_load(
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
     targets = _targets(config, directory, entries, chosen)
-    formats = formats_of(quantization, forms, config)
-    if dtype == AUTO and formats is not None and _are_integers(targets, formats):
+    formats = formats_of(quantization, forms, config, device)
+    on_cpu = not gpu_format.is_gpu(device)
+    if dtype == AUTO and on_cpu and formats is not None and _are_integers(targets, formats):
         # Nothing is larger for it but rows, and bfloat16 would lose more than 8 bits of weights do.
         chosen = torch.float32
         targets = _targets(config, directory, entries, chosen)
@@ -175,7 +185,7 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    formats = formats_of(quantization, forms, config)  # of a config that may have changed
+    formats = formats_of(quantization, forms, config, device)  # of a config that may have changed
     if group is not None or formats is not None:
         targets = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
@@ -260,7 +270,7 @@ def _load_weights(
     """Fill the parameters of a decoder. `entries` were checked against its targets.
 
     With `staging` the copies of a part are only queued, and a tensor is checked when all of it is. Without
-    it each part is checked, while it is in the CPU's cache.
+    it, or if the weight is quantised, each part is checked, while it is in the CPU's cache.
 
     Raises:
         ModelError: A tensor cannot be read, or has a value that is not finite.
@@ -273,16 +283,17 @@ def _load_weights(
         target, entry = targets[name], entries[name]
         where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
-        for first, part in entry.parts(taken, staging):
+        queued = staging if target.is_plain else None
+        for first, part in entry.parts(taken, queued):
             filled = _fill(target, part, first, is_quantised=entry.form is not None)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
-            if staging is None:
+            if queued is None:
                 for written in filled:
                     checkpoint.check_finite(written, where)
             if progress is not None:
                 progress(done_bytes, total_bytes)
-        if staging is not None:
+        if queued is not None:
             checkpoint.check_finite(target.tensor, where)
 
 

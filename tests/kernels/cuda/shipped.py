@@ -18,7 +18,10 @@ from benchmarks.gpu.dry_run import Steps, launches_of
 from benchmarks.gpu.launches import Device, Launch, Pointer, as_on, recording
 from kernels.attention_batch import AttentionBatch
 from kernels.cuda.variant import SHARED_BYTES
+from kernels.float8_weight import Float8Format
+from kernels.group_formats import FORMATS, integer_groups, table_groups
 from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS, paged_attention
+from kernels.weight_formats import OnGpu, WeightFormat
 from workers.models.config import ModelConfig
 
 # By architecture: H100, L40 and A100.
@@ -35,6 +38,7 @@ _SHORT = {
     "float64": "fp64",
     "int32": "i32",
     "int64": "i64",
+    "uint8": "u8",
     "bool": "i1",
 }
 _STEPS = Steps(max_rows=8, max_pages=512)
@@ -112,6 +116,29 @@ def _models() -> Iterator[tuple[ModelConfig, torch.dtype, Steps]]:
     yield _config("smollm3", 2048, 11_008, 16, 4, no_rope_layers=[1, 0, 1, 1]), _BF16, _STEPS  # 3B
 
 
+def _quantised() -> dict[str, WeightFormat]:
+    """Formats whose code differs, by the place of a matrix: a whole layer, and then one or two of each."""
+    named = FORMATS
+    rows = integer_groups(4, 0, torch.bfloat16, zeros=False)
+    places: dict[str, WeightFormat] = {
+        "0.self_attn.": named["q4_k"],
+        "0.mlp.": named["q4_k"],
+        "1.self_attn.o_": Float8Format(128),
+        "1.self_attn.": named["q8_0"],
+        "1.mlp.down": table_groups("nf4", 64),
+        "1.mlp.": integer_groups(4, 128, torch.float16, zeros=True),
+        "2.self_attn.o_": named["q2_k"],
+        "2.self_attn.": named["q6_k"],
+        "2.mlp.down": rows,
+        "2.mlp.": Float8Format(),
+    }
+    return {"lm_head": named["q6_k"]} | {f"model.layers.{place}": form for place, form in places.items()}
+
+
+def _format_of(tensor: str) -> OnGpu | None:
+    return next((OnGpu(form) for place, form in _quantised().items() if tensor.startswith(place)), None)
+
+
 def _attention() -> Iterator[tuple[torch.dtype, tuple[int, int], tuple[int, int], dict[str, Any]]]:
     """Dtypes, widths of keys and values, heads of queries and keys, and what some models have beside."""
     for width in CUDA_WIDTHS:
@@ -149,6 +176,8 @@ def launches_on(architecture: int) -> frozenset[Launch]:
     found = set[Launch]()
     for config, dtype, steps in _models():
         found |= launches_of(config, dtype, steps, device)
+    quantised = _config("qwen3", 4096, 12_288, 32, 8, head_dim=128, tie_word_embeddings=False)  # 8B
+    found |= launches_of(quantised, _BF16, _STEPS, device, _format_of)
     with as_on(device), recording() as attended:
         for shape in _attention():
             _attend(*shape)
@@ -168,6 +197,7 @@ def _expectations(launch: Launch) -> Expectations:
         "grouped_product_kernel": Expectations(wgmma=is_half and constexprs.get("M", 0) >= 64, kv_buffers=2),
         "linear_kernel": Expectations(wgmma=is_half, kv_buffers=2, fetches=True),
         "product_kernel": Expectations(kv_buffers=None if is_odd else 2, fetches=True),
+        "quantised_product_kernel": Expectations(kv_buffers=2, fetches=True),
         "shrink_kernel": Expectations(kv_buffers=2),
     }
     found = expected.get(launch.kernel, Expectations())

@@ -31,7 +31,7 @@ Chunk = tuple[int, int, int]
 
 
 @pytest.fixture(autouse=True)
-def _products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter multiplies by BLAS, in which the bits of a row depend on its place in a tile."""
 
     def matmul(a: Any, b: Any, dtype: Any) -> Any:

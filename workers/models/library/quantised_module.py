@@ -1,7 +1,7 @@
 """Turns a library's model into the plain forward of a quantised one, which proves native code.
 
-Embeddings and projections get the weights as the format holds them, dequantised. What projections multiply is
-rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
+Embeddings and projections get the weights as the format holds them, dequantised. On the CPU what projections
+multiply is rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
 """
 
 from __future__ import annotations

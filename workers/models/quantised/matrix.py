@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.float8_weight import Float8Weight
+from kernels.gpu_weight import GpuWeight
 from kernels.group_formats import TABLES, GroupFormat, integer_groups
-from kernels.grouped_weight import GroupedWeight
+from kernels.grouped_weight import AnyGroupedWeight
 from kernels.permuted_weight import PermutedWeight
 from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat
@@ -65,7 +66,7 @@ class IntegerRows:
             if first == 0 and self.order is not None:
                 weight.reorder(self.order)
             weight = weight.within
-        assert isinstance(weight, GroupedWeight)
+        assert isinstance(weight, AnyGroupedWeight)
         weight.write_groups(first, self.values, self.scales, self.zeros)
         return self.scales
 
@@ -100,7 +101,7 @@ class Float8Rows:
 
     def write(self, weight: Weight, first: int) -> torch.Tensor:
         """Fill a weight from row `first` on. Returns what is finite if the rows are."""
-        assert isinstance(weight, Float8Weight)
+        assert isinstance(weight, Float8Weight | GpuWeight)
         return weight.write_values(first, self.values, self.scales)
 
 
@@ -141,7 +142,7 @@ class QuantisedMatrix(StoredTensor):
 
     def parts(self, rows: range | None = None, staging: Staging | None = None) -> Iterator[tuple[int, Part]]:
         """See `StoredTensor`. Parts are `IntegerRows` or `Float8Rows`."""
-        assert staging is None, "quantised weights are for the CPU"
+        assert staging is None, "parts are transcoded before they are copied"
         wanted = range(self.shape[0]) if rows is None else rows
         step = max(1, PART_BYTES // self.shape[1])
         yield from self._parts([range(at, min(at + step, wanted.stop)) for at in wanted[::step]])

@@ -44,7 +44,7 @@ class Mxfp4Matrix(StoredTensor):
         self, rows: range | None = None, staging: Staging | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """See `StoredTensor`. Raises ModelError for a scale that is not finite, or too large."""
-        assert staging is None, "quantised weights are for the CPU"
+        assert staging is None, "parts are transcoded before they are copied"
         groups = self._scales.shape[1]
         for first, raw in self._blocks.parts(rows):
             exponents = read(self._scales, range(first, first + len(raw)))  # [n, G]
