@@ -145,6 +145,7 @@ class Core:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
             group.create_task(self.journal.run(), name="journal")
             group.create_task(self.dispatcher.keep_time(), name="time")
+            group.create_task(self.dispatcher.end_leases(), name="leases")
             group.create_task(self.restarts.replace_outdated(self.config.drain_grace_s), name="outdated")
             group.create_task(self.adapter_loader.run(), name="adapters")
 

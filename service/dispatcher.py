@@ -33,6 +33,8 @@ from service.logging import get_logger
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
+# How often it is checked whether the journal writes.
+_JOURNAL_INTERVAL_S = 1.0
 # How often parked operations are checked.
 _TICK_S = 0.05
 # If a commit takes longer, no new operations are accepted.
@@ -172,8 +174,22 @@ class Dispatcher:
         self._carry_out()
         return expired
 
+    async def end_leases(self) -> None:
+        """Releases caches whose leases have run out, until cancelled.
+
+        A task of its own: where there are many caches, other tasks run often before it has looked at all.
+        """
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL_S)
+            expired, entries = 0, list(self.caches.index)
+            for start in range(0, len(entries), _EXPIRED_AT_ONCE):
+                expired += self.expire(entries[start : start + _EXPIRED_AT_ONCE])
+                await asyncio.sleep(0)
+            if expired:
+                _log.info("leases ran out", caches=expired)
+
     async def keep_time(self) -> None:
-        """Checks leases, parked operations and the journal periodically, until cancelled."""
+        """Checks parked operations and the journal periodically, until cancelled."""
         slept_s = 0.0
         while True:
             await asyncio.sleep(_TICK_S)
@@ -181,18 +197,11 @@ class Dispatcher:
             if self.caches.num_parked:
                 self.caches.tick(self._clock_s())
                 self._carry_out()
-            if slept_s >= _EXPIRY_INTERVAL_S:
+            if slept_s >= _JOURNAL_INTERVAL_S:
                 slept_s = 0.0
-                expired, entries = 0, list(self.caches.index)
-                for start in range(0, len(entries), _EXPIRED_AT_ONCE):
-                    expired += self.expire(entries[start : start + _EXPIRED_AT_ONCE])
-                    await asyncio.sleep(0)
-                if expired:
-                    _log.info("leases ran out", caches=expired)
                 if self._journal.oldest_waiting_s > _JOURNAL_STALL_S:
                     self.caches.journal_stalls()
-                    continue
-                if not self.caches.admission.journal_works:
+                elif not self.caches.admission.journal_works:
                     # An empty commit checks whether the journal can be written again.
                     self._commit(())
 

@@ -261,7 +261,7 @@ class CacheMachine(OperationQueues):
     def expire(self, now_s: float, entries: Iterable[CacheEntry]) -> int:
         """Releases those of these caches whose lease has expired and which are not in use. Returns how many.
 
-        None while no release could be written.
+        It releases none while the journal cannot be written.
         """
         self._context.now_s, expired = now_s, 0
         for entry in entries if self.admission.journal_works else ():

@@ -349,8 +349,8 @@ class LocalRun:
             self._held.go_on(sample, position)
             began_s, draft, masks = time.monotonic(), sample.draft(), ()
             if sample.matcher is not None:
-                along = _MasksWanted(sample.matcher, draft, sample.most_drafts)
-                draft, masks = await self._result(self._to_mask, along)
+                asked = _MasksWanted(sample.matcher, draft, sample.most_drafts)
+                draft, masks = await self._result(self._to_mask, asked)
                 if sample.matcher.is_complete:
                     self._put(item, sample.complete())
                     return

@@ -138,7 +138,7 @@ class Sample:
 
         That one may be chosen behind them. It is not appended: a cache never has tokens behind the end.
         """
-        ahead = self._copy() if self.spec.stops else None
+        ahead = self._copy() if self.spec.stops and draft else None
         for index, token_id in enumerate(draft):
             if token_id in self.spec.end_ids or (ahead is not None and ahead.take(token_id).finish_reason):
                 return draft[:index]

@@ -7,6 +7,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,6 +251,18 @@ def test_a_closed_connection(gateway: GatewayProcess) -> None:
     service.close()
     with pytest.raises(RuntimeError, match="closed"):
         sampling_client.sample(INPUT, 1, params())
+
+
+def test_closing_the_connection_cancels_what_runs(gateway: GatewayProcess, client: Client) -> None:
+    """On the server, too, which would keep it for a client that comes back."""
+    service = tinker.ServiceClient(base_url=gateway.address, timeout_s=TIMEOUT_S)
+    running = service.create_sampling_client().sample(INPUT, 128, params(max_tokens=CONTEXT - len(PROMPT)))
+    while not client.status().operations_in_flight:
+        pass
+    service.close()
+    with pytest.raises(CancelledError):
+        running.result(TIMEOUT_S)
+    assert not client.status().caches
 
 
 def test_types_of_others_with_the_same_fields(sampling_client: tinker.SamplingClient) -> None:

@@ -64,7 +64,7 @@ async def test_it_is_found_out_that_the_journal_works_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
-    monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(dispatcher_module, "_JOURNAL_INTERVAL_S", 0.0)
     cache = bench.create(1)
     bench.disk.fails = True
     (refused,) = await bench.dispatcher.run([Renew(cache)])
@@ -78,6 +78,31 @@ async def test_it_is_found_out_that_the_journal_works_again(
     while isinstance((await bench.dispatcher.run([Truncate(cache, 0)]))[0], QuireError):
         await asyncio.sleep(0)
     keeping.cancel()
+
+
+async def test_a_call_is_refused_in_time_however_many_caches_there_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls with a deadline are refused a tenth of a second before it: later, nobody would get the reason."""
+    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
+    monkeypatch.setattr(dispatcher_module, "_EXPIRY_INTERVAL_S", 0.0)
+    cache = bench.create(1)
+    for _ in range(4):
+        bench.handles(Fork.of(cache, 1000))
+    bench.lose_worker()
+    waiting = await bench.start(decode(cache, 2))
+    tasks = [
+        asyncio.create_task(bench.dispatcher.keep_time()),
+        asyncio.create_task(bench.dispatcher.end_leases()),
+    ]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    bench.now_s += 1000
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert waiting.done() and bench.dispatcher.caches.num_parked == 0
+    for task in tasks:
+        task.cancel()
 
 
 async def test_without_a_certain_lease_nothing_is_answered_from_memory(bench: Bench) -> None:

@@ -135,6 +135,7 @@ class ShellSimulation:
         background = [
             self.loop.create_task(self.supervisor.run(self.dispatcher)),
             self.loop.create_task(self.dispatcher.keep_time()),
+            self.loop.create_task(self.dispatcher.end_leases()),
         ]
         for task in background:
             task.add_done_callback(self._on_end)

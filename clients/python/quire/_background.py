@@ -13,6 +13,8 @@ from quire.aio import AsyncClient
 from quire.text import ModelTokenizer
 from quire.v1 import types_pb2
 
+# How long calls that are cancelled have to end what runs on the server.
+_END_TIMEOUT_S = 5.0
 _Result = TypeVar("_Result")
 
 
@@ -23,6 +25,7 @@ class BackgroundClient:
         """`settings`: those of AsyncClient, whose errors are raised."""
         self._model: types_pb2.ModelDescription | None = None
         self._tokenizer: ModelTokenizer | None = None
+        self._running: set[asyncio.Task[Any]] = set()
         connected: Future[AsyncClient] = Future()
         main = self._main(functools.partial(AsyncClient, target, **settings), connected)
         # A daemon, so that a program can exit without closing it.
@@ -40,6 +43,11 @@ class BackgroundClient:
         connected.set_result(client)
         async with client:
             await self._closing.wait()
+            # While there is a connection.
+            for task in self._running:
+                task.cancel()
+            if self._running:
+                await asyncio.wait(self._running, timeout=_END_TIMEOUT_S)
 
     def submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
         """Runs `work` in the event loop; from any thread. Cancelling the future cancels it.
@@ -49,7 +57,7 @@ class BackgroundClient:
         if not self._thread.is_alive():
             work.close()
             raise RuntimeError("the connection is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
 
     def close(self) -> None:
         """Closes the connection, cancels what runs, and ends the thread. Idempotent."""
@@ -58,6 +66,13 @@ class BackgroundClient:
             self._thread.join()
 
     # In the event loop.
+
+    async def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await work
 
     async def model(self) -> types_pb2.ModelDescription:
         """The model that was served when this was first asked. Raises QuireError."""
