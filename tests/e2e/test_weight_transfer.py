@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,38 @@ def test_directories_of_prime_rl(gateway: HttpGateway, models: list[Path], tmp_p
     # Its broadcasts are pickles.
     nccl = {"host": "127.0.0.1", "port": 1, "rank_offset": 0, "inference_world_size": 1, "timeout": 1}
     assert call(gateway, "/init_broadcaster", nccl)[1]["error"]["code"] == "unsupported_field"
+    assert described(gateway) == before
+
+
+def sparse(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 1 << 40)
+
+
+def test_files_that_are_no_weights(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
+    """A trainer removes, or replaces, what is being copied. The server's disk is not at fault, nor filled."""
+    before = described(gateway)
+    weights = (models[1] / FILE).read_bytes()
+    makers: dict[str, Callable[[Path], object]] = {
+        "a directory": Path.mkdir,
+        "a pipe": os.mkfifo,
+        "gone": lambda file: file.symlink_to("nowhere"),
+        "without an end": lambda file: file.symlink_to("/dev/zero"),
+        "too large": lambda file: file.write_bytes(bytes(4 << 20)),
+        "sparse": sparse,
+    }
+    for name, make in makers.items():
+        (step := tmp_path / name).mkdir()
+        make(step / FILE)
+        status, answer = call(gateway, "/update_weights", {"weight_dir": str(step)})
+        assert (status, answer["error"]["code"]) == (400, "bad_weights"), (name, answer)
+        assert str(tmp_path) not in answer["error"]["message"]
+    (torn := tmp_path / "torn").mkdir()
+    (torn / FILE).write_bytes(weights[:-1])
+    assert call(gateway, "/update_weights", {"weight_dir": str(torn)})[1]["error"]["code"] == "load_failed"
+    for weight_dir in ("/" + "a" * 300, "/a\0b", str(models[1] / FILE)):
+        status, answer = call(gateway, "/update_weights", {"weight_dir": weight_dir})
+        assert (status, answer["error"]["code"]) == (400, "bad_source"), answer
     assert described(gateway) == before
 
 
