@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Container
@@ -20,6 +21,8 @@ from service.errors import InvalidArgument, MessageTimeout
 RESERVE_BYTES = 1 << 30
 # Of an upload, beside the time that a message may take.
 LEAST_BYTES_PER_S: Final = 256 << 10
+# Copied at once.
+_PART_BYTES = 1 << 20
 _Message = TypeVar("_Message", bound=Message)
 
 
@@ -101,6 +104,25 @@ class UploadedFile:
         self.require_room(len(part))
         self.left_bytes -= len(part)
         self._file.write(part)
+
+    def copy(self, source: Path) -> None:
+        """Appends what a file has. Raises as `require_room`; InvalidArgument if it is none to read."""
+        name = source.name
+        try:
+            descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "the path is not valid"
+            raise self._refusal(f"{name} cannot be read: {why}") from None
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            # `fdopen` would leave that of a directory open.
+            os.close(descriptor)
+            raise self._refusal(f"{name} is not a regular file")
+        with os.fdopen(descriptor, "rb") as file:
+            # A sparse file may be larger than the disk.
+            self.require_room(status.st_size)
+            while part := file.read(_PART_BYTES):
+                self.write(part)
 
 
 class Arriving(Generic[_Message]):

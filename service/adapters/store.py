@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +32,6 @@ _DIRECTORY = "adapter-versions"
 # Names of values.
 _PREFIX, _LAST = "adapters/", "last"
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_PART_BYTES = 1 << 20
 _log = get_logger(__name__)
 
 
@@ -59,21 +57,7 @@ class AdapterStore:
         """Copies an adapter. Raises InvalidArgument, too."""
         for name in FILES:
             with self.open(number, name) as copy:
-                try:
-                    descriptor = os.open(source / name, os.O_RDONLY | os.O_NONBLOCK)
-                except (OSError, ValueError) as error:
-                    why = error.strerror if isinstance(error, OSError) else "the path is not valid"
-                    raise bad_adapter(f"{name} cannot be read: {why}") from None
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    # `fdopen` would leave that of a directory open.
-                    os.close(descriptor)
-                    raise bad_adapter(f"{name} is not a regular file")
-                with os.fdopen(descriptor, "rb") as file:
-                    # A sparse file may be larger than the disk.
-                    copy.require_room(status.st_size)
-                    while part := file.read(_PART_BYTES):
-                        copy.write(part)
+                copy.copy(source / name)
 
     def open(self, number: int, name: str) -> UploadedFile:
         """A file of a version's copy, to be written."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,38 @@ def test_directories_of_prime_rl(gateway: HttpGateway, models: list[Path], tmp_p
     assert described(gateway) == before
 
 
+def sparse(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 1 << 40)
+
+
+def test_files_that_are_no_weights(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
+    """A trainer removes, or replaces, what is being copied. The server's disk is not at fault, nor filled."""
+    before = described(gateway)
+    weights = (models[1] / FILE).read_bytes()
+    makers: dict[str, Callable[[Path], object]] = {
+        "a directory": Path.mkdir,
+        "a pipe": os.mkfifo,
+        "gone": lambda file: file.symlink_to("nowhere"),
+        "without an end": lambda file: file.symlink_to("/dev/zero"),
+        "too large": lambda file: file.write_bytes(bytes(4 << 20)),
+        "sparse": sparse,
+    }
+    for name, make in makers.items():
+        (step := tmp_path / name).mkdir()
+        make(step / FILE)
+        status, answer = call(gateway, "/update_weights", {"weight_dir": str(step)})
+        assert (status, answer["error"]["code"]) == (400, "bad_weights"), (name, answer)
+        assert str(tmp_path) not in answer["error"]["message"]
+    (torn := tmp_path / "torn").mkdir()
+    (torn / FILE).write_bytes(weights[:-1])
+    assert call(gateway, "/update_weights", {"weight_dir": str(torn)})[1]["error"]["code"] == "load_failed"
+    for weight_dir in ("/" + "a" * 300, "/a\0b", str(models[1] / FILE)):
+        status, answer = call(gateway, "/update_weights", {"weight_dir": weight_dir})
+        assert (status, answer["error"]["code"]) == (400, "bad_source"), answer
+    assert described(gateway) == before
+
+
 def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
     """The name stays, and each step has another directory."""
     for seed in (1, 2):
@@ -246,6 +279,8 @@ def test_only_operators_push_weights(models: list[Path], tmp_path: Path) -> None
             own = f"Bearer {gateway.tokens['alice']}"
             status, answer = broadcasting_trainer.call(address, path, authorization=own)
             assert (status, answer["error"]["code"]) == (403, "role_missing")
+            # Starlette's router takes it for the same path.
+            assert broadcasting_trainer.call(address, f"{path}%0A", authorization=own)[0] == 404
         with joined(address, operator) as trainer:
             assert trainer.push(weights_of(models[1]))["message"] == DONE
 

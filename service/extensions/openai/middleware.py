@@ -123,8 +123,11 @@ class Middleware:
 
     def _admit(self, request: Request, held: contextlib.ExitStack) -> None:
         """Checks host, authentication and the limit of requests, until `held` ends. Raises QuireError."""
-        path = request.scope["path"]
         # Not the path of `request.url`: that is built from the Host header.
+        path = request.scope["path"]
+        if path.endswith("\n"):
+            # Starlette's router takes it for the path without, which may need another role.
+            raise _BAD_PATHS[404]
         if path == HEALTH:
             return
         if self._is_local_only and not is_address(request.headers.get("host", "")):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -33,7 +33,7 @@ from service.extensions.openai.receiving_process import ReceivingProcess
 from service.extensions.openai.transfer_fields import Announced, group_of, tensors_of
 from service.logging import get_logger
 from service.runtimes.weight_uploads import Upload
-from service.uploads import require_room
+from service.uploads import UploadedFile
 
 _log = get_logger(__name__)
 NONE, FILESYSTEM = "none", "filesystem"
@@ -275,16 +275,19 @@ async def _refuse_broadcaster(fields: Fields) -> NoReturn:
 
 def _copy_weights(directory: Path, upload: Upload) -> None:
     """Raises InvalidArgument if there are none, or too many of them; OSError."""
-    files = [*directory.glob("*.safetensors"), *directory.glob(_INDEX)]
-    size_bytes = sum(file.stat().st_size for file in files)
-    if not files:
+    names: list[str] = []
+    # ValueError: it has a NUL.
+    with contextlib.suppress(OSError, ValueError):
+        names = [file.name for file in directory.iterdir()]
+    names = [name for name in names if name.endswith(".safetensors") or name == _INDEX]
+    if not names:
         raise InvalidArgument("BAD_SOURCE", "weight_dir", "there are no safetensors files")
-    if size_bytes > upload.left_bytes:
-        why = f"its files have {size_bytes} bytes, and may have {upload.left_bytes}"
-        raise InvalidArgument("BAD_WEIGHTS", "weight_dir", why)
-    require_room(upload.directory, size_bytes)
-    for file in files:
-        shutil.copyfile(file, upload.directory / file.name)
+    refusal = functools.partial(InvalidArgument, "BAD_WEIGHTS", "weight_dir")
+    left_bytes = upload.left_bytes
+    for name in names:
+        with UploadedFile(upload.directory / name, left_bytes, refusal) as copy:
+            copy.copy(directory / name)
+            left_bytes = copy.left_bytes
 
 
 def _write_index(path: Path, files: Mapping[str, str]) -> None:

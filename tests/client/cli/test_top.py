@@ -14,13 +14,14 @@ import sys
 import termios
 import time
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from quire.cli import top
 from quire.cli.main import main
+from quire.cli.status import render
 from quire.cli.top_view import Reading, frame
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
@@ -154,6 +155,16 @@ def test_names_of_servers_do_not_move_the_terminal() -> None:
     one = Reading(now.status, 1.0, ATTACK, adapters={ATTACK: 1})
     text = "\n".join(shown(one, None, 500, notes=[ATTACK]))
     assert text.replace("\n", "").isprintable() and text.count("[bold]") == 8, "markup is shown, too"
+
+
+def test_numbers_of_servers_are_shown_whatever_they_are() -> None:
+    """States of a later version, and more pages than there are."""
+    now = reading(13.0, 30, state=99)
+    now.status.state = cast("Any", 77)
+    now.status.workers[0].pool.pages_referenced = 2**32 - 1
+    text = "\n".join(shown(now, None))
+    assert "77" in text and "99" in text and "[||||||||||]" in text
+    Console(file=io.StringIO()).print(render(now.status, {}))
 
 
 def test_once_prints_one_table(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from quire._enums import name_of
 from quire.cli.connecting import connected
 from quire.cli.terminal import escaped, size
 from quire.v1 import executor_pb2, types_pb2
@@ -20,14 +22,14 @@ from rich.text import Text
 UNLIMITED_WIDTH = 10_000
 
 
-def enum_word(name: str) -> str:
-    """Converts `WORKER_STATE_READY` to `ready`."""
-    return name.rpartition("_STATE_")[2].lower()
+def enum_word(enum: EnumTypeWrapper, number: int) -> str:
+    """Such as `ready` for WORKER_STATE_READY; the number, if a later version has added it."""
+    return name_of(enum, number) or "unspecified"
 
 
 def state_of(worker: executor_pb2.WorkerStatus) -> str:
     """The state in a word, with the progress of a worker that starts."""
-    state = enum_word(executor_pb2.WorkerState.Name(worker.state))
+    state = enum_word(executor_pb2.WorkerState, worker.state)
     if worker.state == executor_pb2.WORKER_STATE_STARTING:
         state += f" {worker.load_progress:.0%}"
     return state
@@ -117,7 +119,7 @@ def _json(status: executor_pb2.GetStatusResponse) -> str:
 def render(status: executor_pb2.GetStatusResponse, adapters: Mapping[str, int]) -> RenderableType:
     """The status as lines about the gateway and a table of workers. `adapters`: see `resident_adapters`."""
     line = (
-        f"{enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
+        f"{enum_word(executor_pb2.ServerState, status.state)}  version {status.version}"
         f"  up {duration(seconds(status.uptime))}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {size(status.memory_bytes)}"
     )

@@ -44,7 +44,7 @@ def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str
     grown = growth(now.status, None if before is None else before.status)
     known = [counts for counts in grown.values() if counts is not None]
     total = sum(known, Counter[str]()) if known else None
-    state = enum_word(executor_pb2.ServerState.Name(now.status.state))
+    state = enum_word(executor_pb2.ServerState, now.status.state)
     up, version = f"up {duration(seconds(now.status.uptime))}", f"version {now.status.version}"
     model = [f"model {now.model_id}"] if now.model_id else []
     lines = [(state, target, *model, up, version), *_work(now.status, total, elapsed_s)]
@@ -202,7 +202,8 @@ def _rate(grown: Counter[str] | None, elapsed_s: float, *names: str) -> str:
 
 def _bar(used: int, cached: int, pages: int) -> str:
     """Such as ` 42% [||||::....]`: pages in use and cached ones. A single one is seen."""
-    ends = [-(-count * _BAR_CHARS // max(1, pages)) for count in (used, used + cached)]
+    # Never longer, whatever a server says.
+    ends = [-(-min(count, pages) * _BAR_CHARS // max(1, pages)) for count in (used, used + cached)]
     bar = "|" * ends[0] + ":" * (ends[1] - ends[0])
     return f"{_percent(used, pages):>4} [{bar:.<{_BAR_CHARS}}]"
 
