@@ -191,7 +191,7 @@ def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_pat
     gone = {"lora_name": "policy"}
     assert [call(gateway, "/v1/unload_lora_adapter", gone)[0] for _ in range(2)] == [200, 404]
     status, answer = call(gateway, "/load_lora_adapter", {**gone, "lora_path": str(tmp_path / "none")})
-    assert status == 400, answer
+    assert (status, answer["error"]["param"]) == (400, "lora_path"), answer
 
 
 def test_a_trainer_that_vanishes_changes_nothing(

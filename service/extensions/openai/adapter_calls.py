@@ -9,7 +9,7 @@ from quire.v1 import admin_pb2
 from starlette.routing import Route
 
 from service.admin import AdminApi
-from service.errors import AdapterNotFound
+from service.errors import AdapterNotFound, InvalidArgument
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields
 from service.extensions.openai.weight_transfer import OperatorCall
@@ -17,6 +17,8 @@ from service.extensions.openai.weight_transfer import OperatorCall
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # prime-rl's server has it at its root.
 PATHS = frozenset({LOAD, UNLOAD, "/load_lora_adapter"})
+# The fields of LoadAdapter, as they are called here.
+_NAMES = {"adapter_id": "lora_name", "source": "lora_path"}
 # What follows from the adapter's files; and it is always loaded in place.
 _IGNORED = frozenset({"base_model_name", "load_inplace", "is_3d_lora_weight"})
 
@@ -42,7 +44,10 @@ class AdapterCalls:
         async def requests() -> AsyncIterator[admin_pb2.LoadAdapterRequest]:
             yield request
 
-        loaded = await self._admin.LoadAdapter(requests(), cast("Any", None))
+        try:
+            loaded = await self._admin.LoadAdapter(requests(), cast("Any", None))
+        except InvalidArgument as error:
+            raise error.at(_NAMES.get(error.field, error.field)) from None
         return {"status": "ok", "version": loaded.adapter.version}
 
     async def _unload(self, fields: Fields) -> dict[str, Any]:

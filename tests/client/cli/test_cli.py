@@ -88,7 +88,7 @@ def test_generate_warns_of_what_the_tokenizer_does_not_know(
     assert quire("generate", "ab") == 0
     assert capsys.readouterr().err == ""
     assert quire("generate", "abxé\x1bx") == 0
-    assert capsys.readouterr().err == "quire: the model's tokenizer does not know: x é \\x1b\n"
+    assert capsys.readouterr().err == "quire: warning: the model's tokenizer does not know: x é \\x1b\n"
 
 
 def test_generate_takes_and_shows_token_ids(
@@ -348,8 +348,8 @@ def test_what_only_the_server_can_tell_exits_with_2_too(
 def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--target", "127.0.0.1:1"]) == 1
     failure, hint = capsys.readouterr().err.splitlines()
-    assert failure.startswith("quire: UNAVAILABLE ")
-    assert hint == "quire: is a server running there? --target names another one; one with TLS needs --ca"
+    assert failure.startswith("quire: UNAVAILABLE ") and failure.endswith("(is a server running there?)")
+    assert hint == "quire: --target names another server; one with TLS needs --ca"
 
 
 @pytest.mark.parametrize(
@@ -514,5 +514,5 @@ def test_nobody_there_because_of_a_proxy(
         for command in (["status"], ["generate", "x"]):
             assert main([*command, "--target", "quire.example:1"]) == 1
             *_, asked, named = capsys.readouterr().err.splitlines()
-            assert asked.startswith("quire: is a server running there?")
+            assert asked.startswith("quire: --target names another server")
             assert f"through the proxy {proxy.address} of http_proxy" in named and "secret" not in named

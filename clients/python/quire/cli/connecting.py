@@ -117,7 +117,7 @@ def converting_failures(options: argparse.Namespace) -> Iterator[None]:
         if error.code == grpc.StatusCode.UNAVAILABLE and not error.reason:
             # A server with TLS only closes the connection.
             without_tls = "" if options.ca else "; one with TLS needs --ca"
-            lines.append(f"is a server running there? --target names another one{without_tls}")
+            lines.append(f"--target names another server{without_tls}")
             if proxy := proxy_of(options.target):
                 lines.append(
                     f"the connection goes through the proxy {proxy}; no_proxy lists what does without"

@@ -166,7 +166,7 @@ def _encoded(tokenizer: ModelTokenizer, text: str) -> list[int]:
     unknown_id = None if name is None else library.token_to_id(name)
     places = [at for token_id, at in zip(encoded.ids, encoded.offsets, strict=True) if token_id == unknown_id]
     if unknown := dict.fromkeys(text[start:end] for start, end in places):
-        tell(f"the model's tokenizer does not know: {' '.join(unknown)}")
+        tell(f"warning: the model's tokenizer does not know: {' '.join(unknown)}")
     return list(encoded.ids)
 
 
