@@ -76,6 +76,8 @@ def test_nothing_is_made_by_a_check_without_problems(
         "workers = 2  # --workers",
     ]
     assert last == f"no problems; {len(all_settings()) - 4} settings have their defaults"
+    page = Path(__file__).parents[2] / "docs" / "serving.md"  # whose example gives five
+    assert f"no problems; {len(all_settings()) - 5} settings have their defaults" in page.read_text()
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -32,12 +32,19 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_on_a_gpu_recurrent_layers_are_left_to_the_library(tmp_path: Path) -> None:
-    model_type, settings = settings_of("falcon_h1")
-    directory = make_family_model(tmp_path, model_type, {**settings, "head_dim": 64})
+@pytest.mark.parametrize(
+    ("family", "of_64"),
+    [("falcon_h1", {"head_dim": 64}), ("deepseek_v3", {"kv_lora_rank": 48, "qk_rope_head_dim": 16})],
+)
+def test_on_a_gpu_recurrent_layers_and_latents_are_left_to_the_library(
+    tmp_path: Path, family: str, of_64: dict[str, int]
+) -> None:
+    """Also where keys are 64 wide, for which there are kernels."""
+    model_type, settings = settings_of(family)
+    directory = make_family_model(tmp_path, model_type, {**settings, **of_64})
     assert choose_backend(directory, "auto").backend == "native"
     choice = choose_backend(directory, "auto", on_cuda=True)
-    reason = "model_type: falcon_h1 has no native code on a CUDA device"
+    reason = f"model_type: {family} has no native code on a CUDA device"
     assert (choice.backend, choice.reason) == ("transformers", reason)
 
 
