@@ -14,7 +14,10 @@ _CLIENT = ("-I", "-S", str(ROOT / "tests" / "fork_client.py"))
 
 
 def command(*arguments: str) -> list[str]:
-    """For a Popen or a shell. Its process is not that of the command, but both end together."""
+    """For a Popen or a shell. Its process passes on signals to that of the command, and both end together.
+
+    A SIGKILL cannot be passed on: after it the command lives on for a moment, and may answer.
+    """
     forked = ("-m", "tests.forks", fork_server(*WORKERS), *arguments)
     return [sys.executable, *_CLIENT, fork_server(*GATEWAYS), sys.executable, *forked]
 

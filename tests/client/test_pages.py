@@ -31,7 +31,6 @@ from quire.v1 import executor_pb2, runner_pb2
 
 from benchmarks import checkout
 from service.config import all_settings
-from tests import quire_command
 from tests.client.pages import PAGES, Block, blocks, install_command, run, run_python, run_script
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.grpcurl import GRPCURL, needs_grpcurl
@@ -256,7 +255,8 @@ def test_loops_in_python(served: Served, tmp_path: Path) -> None:
 def test_what_dies_is_found_again(tmp_path: Path) -> None:
     """It kills a worker, then the server, and goes on with the same cache."""
     script = tmp_path / "copied.py"
-    quire = ", ".join(map(repr, quire_command.command()))
+    # The real command, not a forked one: the script kills it, and expects that nothing answers afterwards.
+    quire = repr(str(Path(sys.executable).with_name("quire")))
     script.write_text(
         DEATH.text.replace('".venv/bin/quire"', quire).replace("127.0.0.1:50052", free_address())
     )
