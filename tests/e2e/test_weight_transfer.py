@@ -279,8 +279,6 @@ def test_only_operators_push_weights(models: list[Path], tmp_path: Path) -> None
             own = f"Bearer {gateway.tokens['alice']}"
             status, answer = broadcasting_trainer.call(address, path, authorization=own)
             assert (status, answer["error"]["code"]) == (403, "role_missing")
-            # Starlette's router takes it for the same path.
-            assert broadcasting_trainer.call(address, f"{path}%0A", authorization=own)[0] == 404
         with joined(address, operator) as trainer:
             assert trainer.push(weights_of(models[1]))["message"] == DONE
 

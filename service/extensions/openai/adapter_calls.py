@@ -6,17 +6,14 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from quire.v1 import admin_pb2
-from starlette.routing import Route
 
 from service.admin import AdminApi
 from service.errors import AdapterNotFound, InvalidArgument
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields
+from service.extensions.openai.middleware import Access, GuardedRoute
 from service.extensions.openai.weight_transfer import OperatorCall
 
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-# prime-rl's server has it at its root.
-PATHS = frozenset({LOAD, UNLOAD, "/load_lora_adapter"})
 # The fields of LoadAdapter, as they are called here.
 _NAMES = {"adapter_id": "lora_name", "source": "lora_path"}
 # What follows from the adapter's files; and it is always loaded in place.
@@ -29,11 +26,18 @@ class AdapterCalls:
     def __init__(self, admin: AdminApi) -> None:
         self._admin = admin
 
-    def routes(self, bodies: BodyReader) -> list[Route]:
-        """Those of `PATHS`."""
-        unload = Route(UNLOAD, OperatorCall(self._unload, bodies), methods=["POST"])
-        loads = PATHS - {UNLOAD}
-        return [unload, *(Route(path, OperatorCall(self._load, bodies), methods=["POST"]) for path in loads)]
+    def routes(self, bodies: BodyReader) -> list[GuardedRoute]:
+        """A route for each call."""
+        calls = {
+            "/v1/load_lora_adapter": self._load,
+            # prime-rl's server has it at its root.
+            "/load_lora_adapter": self._load,
+            "/v1/unload_lora_adapter": self._unload,
+        }
+        return [
+            GuardedRoute(path, OperatorCall(call, bodies), Access.LOAD_ADAPTER, ["POST"])
+            for path, call in calls.items()
+        ]
 
     async def _load(self, fields: Fields) -> dict[str, Any]:
         request = admin_pb2.LoadAdapterRequest(

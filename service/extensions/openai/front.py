@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
 
 from service.auth.connections import handshake_limits
 from service.auth.tls import http_context
@@ -26,7 +27,7 @@ from service.extensions.openai.cross_encoder import CrossEncoder
 from service.extensions.openai.embeddings import EmbeddingHandler, embeddings, rerank, score
 from service.extensions.openai.generate import GenerateResponse, generate
 from service.extensions.openai.generation import CompletionHandler
-from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
+from service.extensions.openai.middleware import MESSAGES, Access, GuardedRoute, Middleware
 from service.extensions.openai.models import Models
 from service.extensions.openai.responses_api import ResponsesResponse, earlier_messages, responses
 from service.extensions.openai.stored_responses import StoredResponseHandler, StoredResponses
@@ -65,7 +66,7 @@ class OpenAiFront(Extension):
         config = parts.state.config
         self._models = Models(parts.runner.router, parts.state)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
-        routes = self._routes(parts)
+        routes = [*self._routes(parts), *self._operators_routes(parts)]
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
         for wrap in reversed(parts.http):
             self.app = wrap(self.app)
@@ -73,7 +74,7 @@ class OpenAiFront(Extension):
         tls = None if context is None else (context, handshake_limits(config))
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
-    def _routes(self, parts: GatewayParts) -> Router:
+    def _routes(self, parts: GatewayParts) -> list[GuardedRoute]:
         is_processed = self._logprobs_mode == "processed_logprobs"
         form = self._experts_form
         of_tokens = functools.partial(generate, is_processed=is_processed, experts_form=form)
@@ -91,57 +92,43 @@ class OpenAiFront(Extension):
             **dict.fromkeys(("/score", "/v1/score"), score),
         }
         stored = StoredResponses()
-        answers = {
-            "/tokenize": tokens.tokenize,
-            "/detokenize": tokens.detokenize,
-            f"{MESSAGES}/count_tokens": tokens.count,
-        }
-        routes = [
-            *page.routes(),
-            Route(HEALTH, self._health),
-            Route("/v1/models", self._list_models),
-            Route("/v1/models/{model:path}", self._get_model),
-            Route("/v1/completions", CompletionHandler(completion, *shared), methods=["POST"]),
-            Route(
-                RESPONSES,
-                CompletionHandler(
-                    functools.partial(responses, stored=stored),
-                    *shared,
-                    ResponsesResponse,
-                    earlier=functools.partial(earlier_messages, stored=stored),
-                    going_on=lambda earlier: functools.partial(responses, stored=stored, earlier=earlier),
-                ),
-                methods=["POST"],
+        posted: dict[str, Callable[..., Any]] = {
+            "/v1/completions": CompletionHandler(completion, *shared),
+            "/v1/chat/completions": CompletionHandler(chat, *shared),
+            "/inference/v1/generate": CompletionHandler(of_tokens, *shared, *by_tokens),
+            MESSAGES: CompletionHandler(messages, *shared, MessageResponse),
+            RESPONSES: CompletionHandler(
+                functools.partial(responses, stored=stored),
+                *shared,
+                ResponsesResponse,
+                earlier=functools.partial(earlier_messages, stored=stored),
+                going_on=lambda earlier: functools.partial(responses, stored=stored, earlier=earlier),
             ),
-            Route(
-                f"{RESPONSES}/{{response_id}}",
-                StoredResponseHandler(stored, self._state.budgets),
-                methods=["GET", "DELETE"],
-            ),
-            Route(MESSAGES, CompletionHandler(messages, *shared, MessageResponse), methods=["POST"]),
-            *(
-                Route(
-                    path,
-                    EmbeddingHandler(parse, self._models, self._state, embedder, cross_encoder, self.bodies),
-                    methods=["POST"],
-                )
+            **{
+                path: EmbeddingHandler(parse, self._models, self._state, embedder, cross_encoder, self.bodies)
                 for path, parse in comparing.items()
-            ),
-            *(
-                Route(path, BodyHandler(each, self.bodies), methods=["POST"])
-                for path, each in answers.items()
-            ),
-            Route("/v1/chat/completions", CompletionHandler(chat, *shared), methods=["POST"]),
-            Route(
-                "/inference/v1/generate", CompletionHandler(of_tokens, *shared, *by_tokens), methods=["POST"]
-            ),
+            },
+            "/tokenize": BodyHandler(tokens.tokenize, self.bodies),
+            "/detokenize": BodyHandler(tokens.detokenize, self.bodies),
+            f"{MESSAGES}/count_tokens": BodyHandler(tokens.count, self.bodies),
+        }
+        of_response = StoredResponseHandler(stored, self._state.budgets), Access.EXECUTE, ["GET", "DELETE"]
+        return [
+            *page.routes(),
+            GuardedRoute("/health", self._health, Access.PROBE),
+            GuardedRoute("/v1/models", self._list_models, Access.LIST),
+            GuardedRoute("/v1/models/{model:path}", self._get_model, Access.LIST),
+            *(GuardedRoute(path, handler, Access.EXECUTE, ["POST"]) for path, handler in posted.items()),
+            GuardedRoute(f"{RESPONSES}/{{response_id}}", *of_response),
         ]
+
+    def _operators_routes(self, parts: GatewayParts) -> list[GuardedRoute]:
         # As in gRPC: without tokens, for callers of this machine.
         is_safe = parts.authenticator is not None or is_private(self.listen)
-        if self._backend != NONE and parts.admin is not None and is_safe:
-            self._transfer = WeightTransfer(parts.admin, self._backend, self._state.config.message_timeout_s)
-            routes += [*self._transfer.routes(self.bodies), *AdapterCalls(parts.admin).routes(self.bodies)]
-        return Router(routes, redirect_slashes=False)
+        if self._backend == NONE or parts.admin is None or not is_safe:
+            return []
+        self._transfer = WeightTransfer(parts.admin, self._backend, self._state.config.message_timeout_s)
+        return [*self._transfer.routes(self.bodies), *AdapterCalls(parts.admin).routes(self.bodies)]
 
     def bind(self) -> int:
         """Binds the address; clients can connect from now on. Returns the port. Raises CannotListen."""

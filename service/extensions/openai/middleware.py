@@ -1,7 +1,8 @@
 """The middleware of every request: authentication, a request id, logging, and errors in OpenAI's form.
 
 The counterpart of the interceptor for gRPC: an unauthorized request is refused before its body is read, and
-unexpected exceptions become errors without their text.
+unexpected exceptions become errors without their text. Each route declares who may use it, which is checked
+when the router has chosen it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, cast
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from service.api.call_log import elapsed_ms
 from service.api.server_state import ServerState
@@ -25,7 +28,7 @@ from service.auth.authenticator import AUTHORIZATION, Authenticator, current_ten
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError
 from service.extensions.http.connection import connection_of
 from service.extensions.http.framing import is_address
-from service.extensions.openai import adapter_calls, errors, page, weight_transfer
+from service.extensions.openai import errors
 from service.extensions.openai.responses import event
 from service.extensions.openai.translated import named_event
 from service.logging import bind_request_id, get_logger
@@ -33,31 +36,55 @@ from service.printable import escaped
 from service.setting_rules import is_private
 
 _log = get_logger(__name__)
-HEALTH = "/health"
 # Anthropic's API: errors have its form, and a token may come in its header.
 MESSAGES = "/v1/messages"
 _API_KEY = "x-api-key"
 _REQUEST_ID = "x-request-id"
-# The equivalent gRPC methods, for which the authenticator knows the required role.
-_LIST = "/quire.v1.ModelRunnerService/ListRuntimes"
-_EXECUTE = "/quire.v1.ModelRunnerService/Execute"
-_LOAD_WEIGHTS = "/quire.v1.AdminService/LoadWeights"
-_MODELS = "/v1/models"
 _MAX_LOGGED_CHARACTERS = 64
-# What starlette's router raises.
-_BAD_PATHS = {
-    404: InvalidArgument("NO_SUCH_PATH", "", "nothing is served at this path"),
-    405: InvalidArgument("BAD_METHOD", "", "the path does not support this method"),
-}
+_NO_SUCH_PATH = InvalidArgument("NO_SUCH_PATH", "", "nothing is served at this path")
+_BAD_METHOD = InvalidArgument("BAD_METHOD", "", "the path does not support this method")
+
+
+class Access(StrEnum):
+    """Who may use a route: who may make this call of gRPC, for which the authenticator knows the roles."""
+
+    # Load balancers, which have no tokens, and may use any name of the host.
+    PROBE = "/grpc.health.v1.Health/Check"
+    # What has no secrets.
+    PUBLIC = ""
+    LIST = "/quire.v1.ModelRunnerService/ListRuntimes"
+    EXECUTE = "/quire.v1.ModelRunnerService/Execute"
+    LOAD_WEIGHTS = "/quire.v1.AdminService/LoadWeights"
+    LOAD_ADAPTER = "/quire.v1.AdminService/LoadAdapter"
+
+
+class GuardedRoute(Route):
+    """A route that handles only requests of those who have access, however they spell its path."""
+
+    def __init__(
+        self, path: str, endpoint: Callable[..., Any], access: Access, methods: Sequence[str] = ("GET",)
+    ) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self._access = access
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises QuireError; HTTPException if it has not the request's method."""
+        middleware: Middleware = scope["app"]
+        with middleware.admitted(scope, self._access):
+            await super().handle(scope, receive, send)
 
 
 class Middleware:
-    """The outermost ASGI application. Passes permitted requests on to `app`."""
+    """The outermost ASGI application. Passes permitted requests on to the routes."""
 
     def __init__(
-        self, app: ASGIApp, authenticator: Authenticator | None, state: ServerState, listen: str
+        self,
+        routes: Sequence[GuardedRoute],
+        authenticator: Authenticator | None,
+        state: ServerState,
+        listen: str,
     ) -> None:
-        self._app = app
+        self._router = Router(routes, redirect_slashes=False, default=self._not_found)
         self._authenticator = authenticator
         self._state = state
         self._is_local_only = authenticator is None and is_private(listen)
@@ -85,14 +112,12 @@ class Middleware:
         began_s = time.monotonic()
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._running.add(task)
-        held = contextlib.ExitStack()
         # More of them: which methods a path has.
         headers: Mapping[str, str] = {}
         try:
-            self._admit(request, held)
-            # With this key starlette's router raises HTTPException instead of sending a response.
-            scope["app"] = self._app
-            await self._app(scope, receive, response.send)
+            # With this key starlette's routes raise HTTPException instead of sending a response.
+            scope["app"] = self
+            await self._router(scope, receive, response.send)
             return
         except asyncio.CancelledError:
             if not self._has_stopped:
@@ -107,7 +132,7 @@ class Middleware:
         except QuireError as failure:
             error = failure.without_traceback()
         except HTTPException as failure:
-            error = _BAD_PATHS[failure.status_code]
+            error = _BAD_METHOD
             headers = failure.headers or {}
         except NOT_FAILURES:
             raise
@@ -115,43 +140,43 @@ class Middleware:
             _log.exception("request failed unexpectedly", request=name)
             error = InternalError()
         finally:
-            held.close()
             self._running.discard(task)
         self._state.call_log.refused(name, error, elapsed_ms(began_s))
         scope["quire.error"] = error.reason
         await response.fail(error, headers)
 
-    def _admit(self, request: Request, held: contextlib.ExitStack) -> None:
-        """Checks host, authentication and the limit of requests, until `held` ends. Raises QuireError."""
-        # Not the path of `request.url`: that is built from the Host header.
-        path = request.scope["path"]
-        if path.endswith("\n"):
-            # Starlette's router takes it for the path without, which may need another role.
-            raise _BAD_PATHS[404]
-        if path == HEALTH:
+    async def _not_found(self, scope: Scope, _receive: Receive, _send: Send) -> None:
+        # Who may not use any path does not learn which there are.
+        with self.admitted(scope, Access.EXECUTE):
+            raise _NO_SUCH_PATH
+
+    @contextlib.contextmanager
+    def admitted(self, scope: Scope, access: Access) -> Iterator[None]:
+        """Checks host, authentication and the limit of requests, which holds meanwhile. Raises QuireError."""
+        if access is Access.PROBE:
+            yield
             return
+        request = Request(scope)
         if self._is_local_only and not is_address(request.headers.get("host", "")):
             text = "without authentication the Host header must be an IP address or localhost"
             raise InvalidArgument("BAD_HOST", "", text)
-        if path in page.PATHS:
+        if access is Access.PUBLIC:
+            yield
             return
         if self._authenticator is not None:
-            method = _LIST if path.startswith(_MODELS) else _EXECUTE
-            if path in weight_transfer.PATHS | adapter_calls.PATHS:
-                method = _LOAD_WEIGHTS
             tokens = request.headers.getlist(AUTHORIZATION)
-            if not tokens and path.startswith(MESSAGES):
+            # Not the path of `request.url`: that is built from the Host header.
+            if not tokens and scope["path"].startswith(MESSAGES):
                 tokens = [f"Bearer {key}" for key in request.headers.getlist(_API_KEY)]
             # Not by the tenant in the context: that may be of an earlier request on this connection.
-            if not self._authenticator.authenticate(method, [(AUTHORIZATION, token) for token in tokens]):
-                self._authenticator.authenticate_by_certificate(
-                    method, connection_of(request.scope).identities()
-                )
+            if not self._authenticator.authenticate(access, [(AUTHORIZATION, token) for token in tokens]):
+                self._authenticator.authenticate_by_certificate(access, connection_of(scope).identities())
         if self._has_stopped:
             raise Draining
         # Without authentication the context may have the tenant of nobody.
         tenant = None if self._authenticator is None else current_tenant()
-        held.enter_context(self._state.budgets.of(tenant).http.held())
+        with self._state.budgets.of(tenant).http.held():
+            yield
 
 
 class _Response:

@@ -7,15 +7,15 @@ from importlib import resources
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from service.extensions.openai.middleware import Access, GuardedRoute
+
+# They have no secrets: whoever reads them needs a token for each request that they make.
 _FILES: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# Its files have no secrets: whoever reads them needs a token for each request that they make.
-PATHS = frozenset(_FILES)
 _HEADERS = {
     # Nothing but these files and this server.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
@@ -26,11 +26,13 @@ _HEADERS = {
 }
 
 
-def routes() -> list[Route]:
+def routes() -> list[GuardedRoute]:
     """A route for each file."""
     directory = resources.files("service.extensions.openai").joinpath("static")
-    contents = {path: directory.joinpath(name).read_bytes() for path, (name, _) in _FILES.items()}
-    return [Route(path, _file(contents[path], kind)) for path, (_, kind) in _FILES.items()]
+    return [
+        GuardedRoute(path, _file(directory.joinpath(name).read_bytes(), kind), Access.PUBLIC)
+        for path, (name, kind) in _FILES.items()
+    ]
 
 
 def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:

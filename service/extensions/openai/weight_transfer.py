@@ -20,7 +20,6 @@ from typing import Any, NoReturn, cast
 from quire.v1 import admin_pb2
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from service.admin import AdminApi
@@ -29,6 +28,7 @@ from service.errors import InvalidArgument, LoadFailed, Loading, SeveralGateways
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields, bad_field, string, unsupported
 from service.extensions.openai.generation import until_disconnected
+from service.extensions.openai.middleware import Access, GuardedRoute
 from service.extensions.openai.receiving_process import ReceivingProcess
 from service.extensions.openai.transfer_fields import Announced, group_of, tensors_of
 from service.logging import get_logger
@@ -46,13 +46,6 @@ _PREVIOUS_CACHES = {
     "keep": admin_pb2.PREVIOUS_CACHES_KEEP_KV,
     "abort": admin_pb2.PREVIOUS_CACHES_END,
 }
-PATHS = frozenset(
-    {
-        "/pause", "/resume", "/is_paused", "/get_world_size", "/weight_info", "/update_weights",
-        "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
-        "/finish_weight_update", "/init_broadcaster",
-    }
-)  # fmt: skip
 
 
 class WeightTransfer:
@@ -77,8 +70,8 @@ class WeightTransfer:
         self._idle: asyncio.TimerHandle | None = None
         self._abandoning: asyncio.Task[None] | None = None
 
-    def routes(self, bodies: BodyReader) -> list[Route]:
-        """Those of `PATHS`."""
+    def routes(self, bodies: BodyReader) -> list[GuardedRoute]:
+        """A route for each call."""
         calls: dict[str, Callable[[Fields], Awaitable[dict[str, Any]]]] = {
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shut_down,
@@ -89,12 +82,13 @@ class WeightTransfer:
             "/pause": self._pause_until_resumed,
             "/resume": self._resume,
         }
+        route = functools.partial(GuardedRoute, access=Access.LOAD_WEIGHTS)
         return [
-            *(Route(path, OperatorCall(call, bodies), methods=["POST"]) for path, call in calls.items()),
-            Route("/is_paused", lambda _: JSONResponse({"is_paused": bool(self._pause)})),
+            *(route(path, OperatorCall(call, bodies), methods=["POST"]) for path, call in calls.items()),
+            route("/is_paused", lambda _: JSONResponse({"is_paused": bool(self._pause)})),
             # One process receives for all workers.
-            Route("/get_world_size", lambda _: JSONResponse({"world_size": 1})),
-            Route("/weight_info", lambda _: JSONResponse({"weight_version": self._weight_version})),
+            route("/get_world_size", lambda _: JSONResponse({"world_size": 1})),
+            route("/weight_info", lambda _: JSONResponse({"weight_version": self._weight_version})),
         ]
 
     async def close(self) -> None:

@@ -108,9 +108,13 @@ async def serving(
     has_worker: bool = True,
     forward: Any = None,
     texts: dict[str, Any] | None = None,
+    admin: Any = None,
     **settings: Any,
 ) -> AsyncIterator[Server]:
-    """`forward`: answers requests for the log-probabilities of prompts. `texts`: of what a worker says."""
+    """`forward`: answers requests for the log-probabilities of prompts. `texts`: of what a worker says.
+
+    `admin`: of the calls of operators.
+    """
     config = Config().with_values({"openai_listen": "127.0.0.1:0", **settings})
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
@@ -127,7 +131,7 @@ async def serving(
             state=state,
             api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
             runner=RunnerApi(executions, router, state, embedder),
-            admin=None,
+            admin=admin,
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,

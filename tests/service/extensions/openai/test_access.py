@@ -1,0 +1,99 @@
+"""Who may use which route, however its path is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+from service.auth.tokens import Role, new_token
+from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, serving
+
+READ = ("/is_paused", "/get_world_size", "/weight_info")
+OPERATORS = (
+    *READ, "/pause", "/resume", "/update_weights", "/init_weight_transfer_engine", "/init_broadcaster",
+    "/shutdown_weight_transfer_engine", "/start_weight_update", "/finish_weight_update",
+    "/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+)  # fmt: skip
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT")
+BEHIND = (
+    "", "?a=1", "#", "/", "//", "/.", "/..", "/../", ";", ";a", ".", "%0A", "%0a%0a", "%0D", "%0D%0A", "%00",
+    "%20", "%09", "%0B", "%85", "%C2%85", "%E2%80%A8", "%2F", "%3F", "%23", "%FF", "%", "%0", "%250A", "\\",
+)  # fmt: skip
+BEFORE = (
+    "", "/", "//", "/.", "/..", "/v1", "/v1/..", "/v1/models/..", "/v1/models/", "/health/..", "/page.css/..",
+    "/health%0A", "/%2e%2e", "/%0A", "%2F", "/api", "http://localhost", "https://other.example:1", "HTTP://[::1]",
+)  # fmt: skip
+
+
+def spellings(path: str) -> Iterator[str]:
+    """Targets of requests that some server could take for a path: of one path all, of others some."""
+    yield from (path, f"{path}%0A", f"http://localhost{path}?a=1")
+    if path != "/pause":
+        return
+    encoded = f"/%{ord(path[1]):02X}{path[2:]}"
+    for each in (path, encoded, "/" + "".join(f"%{byte:02x}" for byte in path[1:].encode())):
+        yield from (each + behind for behind in BEHIND)
+        yield from (before + each for before in BEFORE)
+        yield from (before + each + behind for before in BEFORE[-3:] for behind in ("%0A", "?a=1"))
+    yield from (path.upper(), path.title(), path.replace("_", "%5F"), path.replace("/", "%2F"), path[1:])
+    yield from (path.replace("/", "//"), path.replace("/", "\\"), "*", f"/?{path}", f"/health?{path}")
+
+
+async def statuses(port: int, target: str, tokens: list[str]) -> list[tuple[str, list[int]]]:
+    """For each method the status that the owner of each token gets. Pipelined."""
+    heads = [
+        f"{method} {target} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n"
+        + (f"authorization: Bearer {token}\r\n" if token else "")
+        for method in METHODS
+        for token in tokens
+    ]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(("\r\n".join(heads) + "connection: close\r\n\r\n").encode())
+        found = [int(part[:3]) for part in (await reader.read()).split(b"HTTP/1.1 ")[1:]]
+    finally:
+        writer.close()
+    if found == [400]:
+        # No target of HTTP.
+        return []
+    assert len(found) == len(heads), target
+    count = len(tokens)
+    return [(method, found[at * count :][:count]) for at, method in enumerate(METHODS)]
+
+
+async def test_however_a_path_is_spelled_only_operators_reach_their_calls(tmp_path: Path) -> None:
+    roles = Role.ADMINISTER, Role.CALL, Role.OBSERVE
+    made = [new_token(role.value, [role]) for role in roles]
+    (tmp_path / "tokens").write_text("\n".join(["[tokens]", *(line for _, line in made)]))
+    tokens = [*(token for token, _ in made), ""]
+    file, admin = str(tmp_path / "tokens"), SimpleNamespace()
+    async with serving(
+        FakeRuntime(generate_yes), admin=admin, tokens=file, openai_weight_transfer="nccl"
+    ) as served:
+        for path in OPERATORS:
+            reached = set()
+            for target in spellings(path):
+                for method, (operator, *others, nobody) in await statuses(served.port, target, tokens):
+                    # Of a page, a probe, or a list for others operators are told 200 or 403.
+                    is_public = nobody == 200
+                    if operator in (200, 400) and not is_public:
+                        reached.add((method, target))
+                        assert (others, nobody) == ([403, 403], 401), (method, target)
+            own = "GET" if path in READ else "POST"
+            assert {(own, path), (own, f"{path}%0A"), (own, f"http://localhost{path}?a=1")} <= reached
+            assert {method for method, _ in reached} == ({"GET", "HEAD"} if own == "GET" else {"POST"})
+
+
+async def test_only_who_may_call_learns_which_paths_there_are(tmp_path: Path) -> None:
+    token, line = new_token("alice", [Role.CALL])
+    (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")
+    async with serving(FakeRuntime(generate_yes), tokens=str(tmp_path / "tokens")) as served:
+        for target in ("/nothing", "/v1/chat/completions/", "//", "/pause", "/%00", "/Health"):
+            for _, found in await statuses(served.port, target, [token, ""]):
+                assert found == [404, 401]
+        for method, found in await statuses(served.port, "/v1/chat/completions", [token, ""]):
+            assert found == [415 if method == "POST" else 405, 401]
+        for method, found in await statuses(served.port, "/health", [token, ""]):
+            assert found == [200 if method in ("GET", "HEAD") else 405] * 2
