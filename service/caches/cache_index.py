@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
 from service.caches.entries import CacheEntry
@@ -23,6 +24,8 @@ class CacheIndex:
         self.anonymous = self.keyed.anonymous
         # By tenant and order, the oldest first.
         self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
+        # The same orders, to begin in the middle. Up to half of them are of caches that were released.
+        self._orders: dict[Tenant, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -80,9 +83,12 @@ class CacheIndex:
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
         """The caches of a tenant with their order, oldest first: those with an order above `after`."""
-        for order, entry in self._by_order.get(tenant or self.anonymous, {}).items():
-            if order > after:
-                yield order, entry.handle
+        tenant = tenant or self.anonymous
+        orders = self._orders.get(tenant, [])
+        for at in range(bisect_right(orders, after), len(orders)):
+            entry = self._by_order[tenant].get(orders[at])
+            if entry is not None:
+                yield entry.order, entry.handle
 
     def made_by(self, request_id: str, tenant: Tenant | None = None) -> Sequence[CacheEntry | None]:
         """The caches that a creation or fork with this request id has created.
@@ -114,6 +120,7 @@ class CacheIndex:
         self.by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
         self._by_order.setdefault(entry.tenant, {})[order] = entry
+        self._orders.setdefault(entry.tenant, []).append(order)
         fork = entry.state.fork
         if fork is not None:
             self.keyed.add(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
@@ -125,8 +132,10 @@ class CacheIndex:
             del self._by_number[entry.number]
             entries = self._by_order[entry.tenant]
             del entries[entry.order]
+            if len(self._orders[entry.tenant]) > 2 * len(entries):
+                self._orders[entry.tenant] = list(entries)
             if not entries:
-                del self._by_order[entry.tenant]
+                del self._by_order[entry.tenant], self._orders[entry.tenant]
         self.keyed.remove(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
         fork = entry.state.fork
         if fork is not None:
