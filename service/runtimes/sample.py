@@ -146,9 +146,13 @@ class Sample:
 
     def _copy(self) -> Sample:
         """One that finds the same end, by the tokens alone."""
-        shared = {id(each): each for each in (self.spec, self.spec.tokenizer)}
-        left_out = (self.matcher, self.drafter, self._divider, self.catching_up)
-        return copy.deepcopy(self, {**shared, **dict.fromkeys(map(id, left_out))})
+        # ruff: disable[SLF001] - of its own class
+        ahead = copy.copy(self)
+        ahead.matcher = ahead.drafter = ahead._divider = None
+        ahead._last, ahead._stops = self._last.copy(), copy.copy(self._stops)
+        ahead._detokenizer = None if self._detokenizer is None else self._detokenizer.copy()
+        # ruff: enable[SLF001]
+        return ahead
 
     @property
     def has_begun(self) -> bool:

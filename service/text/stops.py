@@ -32,11 +32,11 @@ class StopMatcher:
         self._held = held
         return pending[:cut]
 
-    def ends_in(self, ahead: Sequence[str]) -> bool:
+    def ends_in(self, ahead: str) -> bool:
         """Whether a stop text ends with the last of these characters, which may be pushed next."""
         if not (self._stops and ahead):
             return False
-        text = "".join((self._held[-self._longest :], *ahead[-self._longest :]))
+        text = self._held[-self._longest :] + ahead[-self._longest :]
         return text.endswith(self._stops)
 
     def flush(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import copy
 import itertools
 import json
 import re
@@ -22,7 +23,6 @@ _LOOK_BACK_TOKENS = 64
 _MAX_TOKENS = 16
 # An incomplete character of UTF-8 has at most three bytes. More are invalid, whatever follows.
 _MAX_INCOMPLETE_BYTES = 3
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenDecoder(Protocol):
@@ -67,7 +67,7 @@ class Detokenizer:
             self._run.add(token_id, byte)
 
     @property
-    def unsettled(self) -> Sequence[str]:
+    def unsettled(self) -> str:
         """The last characters so far, which are returned unless the next tokens make their bytes invalid."""
         return self._run.characters
 
@@ -77,9 +77,17 @@ class Detokenizer:
         if byte is not None:
             # Nothing can complete what was held back.
             return self._return_until(len(self._text)) + self._run.add(token_id, byte)
-        if self._run.ids and has_no_text(self._tokenizer, token_id):
+        if not self._run.ids:
+            return self._push(token_id)
+        if has_no_text(self._tokenizer, token_id):
             return ""
         return self._end_run() + self._push(token_id)
+
+    def copy(self) -> Detokenizer:
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._ids, other._run = self._ids.copy(), self._run.copy()  # noqa: SLF001 - of its own class
+        return other
 
     def flush(self) -> str:
         """Returns the rest at the end: an incomplete character as a replacement character."""
@@ -108,9 +116,9 @@ class Detokenizer:
 
     def _end_run(self) -> str:
         """The text of the bytes so far, if it was not returned. The last one is the context from now on."""
-        run, self._run = self._run, _ByteRun()
-        if not run.ids:
+        if not self._run.ids:
             return ""
+        run, self._run = self._run, _ByteRun()
         # At the beginning of the whole text a decoder may strip something.
         is_first = not self._ids and not run.is_invalid
         text = self._tokenizer.decode(run.ids) if is_first else run.rest()
@@ -145,10 +153,15 @@ class _ByteRun:
     def __init__(self) -> None:
         # If it is invalid, only the last one.
         self.ids: list[int] = []
-        # The complete characters of a valid run.
-        self.characters: list[str] = []
+        # The complete characters of a valid run, and the bytes behind them.
+        self.characters = ""
+        self._incomplete = b""
         self.is_invalid = False
-        self._decoder = _UTF8()
+
+    def copy(self) -> _ByteRun:
+        other = copy.copy(self)
+        other.ids = self.ids.copy()
+        return other
 
     def add(self, token_id: int, byte: int) -> str:
         """Adds a token; returns what is known now, which is nothing as long as all bytes may be valid."""
@@ -156,20 +169,22 @@ class _ByteRun:
             self.ids = [token_id]
             return _REPLACEMENT
         self.ids.append(token_id)
+        self._incomplete += bytes([byte])
         try:
-            self.characters.extend(self._decoder.decode(bytes([byte])))
+            text, num_decoded = codecs.utf_8_decode(self._incomplete)
         except UnicodeDecodeError:
             text = _REPLACEMENT * len(self.ids)
-            self.ids, self.characters, self.is_invalid = [token_id], [], True
+            self.ids, self.characters, self.is_invalid = [token_id], "", True
             return text
+        self.characters += text
+        self._incomplete = self._incomplete[num_decoded:]
         return ""
 
     def rest(self) -> str:
         """What `add` has not returned, if no further byte follows."""
         if self.is_invalid:
             return ""
-        is_incomplete = bool(self._decoder.getstate()[0])
-        return _REPLACEMENT * len(self.ids) if is_incomplete else "".join(self.characters)
+        return _REPLACEMENT * len(self.ids) if self._incomplete else self.characters
 
 
 def decoder_types(decoder: Any) -> set[str]:
@@ -196,9 +211,8 @@ def bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
 def _num_incomplete(run: bytes) -> int:
     """How many bytes at the end are the beginning of a character."""
     for number in range(min(_MAX_INCOMPLETE_BYTES, len(run)), 0, -1):
-        decoder = _UTF8()
         with contextlib.suppress(UnicodeDecodeError):
-            if not decoder.decode(run[-number:]):
+            if not codecs.utf_8_decode(run[-number:])[0]:
                 return number
     return 0
 
