@@ -4,45 +4,15 @@ import { create } from "@bufbuild/protobuf";
 
 import { type FinishReason, wordOf } from "./enums.js";
 import { errorFromStatus, type QuireError } from "./errors.js";
-import {
-  FinishReasonSchema,
-  type SampleChunk,
-  type TokenLogprob,
-  type ToolCall,
-  ToolCallSchema,
-  type Usage,
-} from "./gen/quire/v1/runner_pb.js";
+import { FinishReasonSchema, type SampleChunk, type ToolCall, ToolCallSchema, type Usage } from "./gen/quire/v1/runner_pb.js";
 import type { ChatMessage } from "./items.js";
 
-/** The next part of one sample. */
-export interface Chunk {
-  itemId: string;
-  /** The number of the sample, of an item's `n`. */
-  sample: number;
-  /** The length of the sample before this chunk: in tokens, or in chunks if the runtime does not report tokens. */
-  position: number;
-  /** Whole characters only. */
-  text: string;
-  /** More of the thoughts, before `text`. */
-  reasoningContent: string;
-  /** Empty if the runtime does not report tokens. */
-  tokenIds: number[];
-  /** One for each token, if `logprobs` or `sampledLogprobs` asked for them. */
-  logprobs: TokenLogprob[];
-  /** Parts of calls: first the id and the name, then `argumentsJson` in pieces. */
-  toolCalls: ToolCall[];
-  /** Calls that are none, by their indexes: all the text of each. */
-  malformedCalls: Record<number, string>;
+/** The next part of one sample: the fields of SampleChunk, of which these are read. */
+export interface Chunk extends Omit<SampleChunk, "$typeName" | "$unknown" | "finishReason" | "error"> {
   /** Undefined: the sample goes on. */
   finishReason: FinishReason | undefined;
-  /** The stop text that ended the sample. */
-  stop: string;
   /** Why the sample failed, with the `finishReason` "error". */
   error: QuireError | undefined;
-  /** In the last chunk. */
-  usage: Usage | undefined;
-  /** Of this item, if another one than that of `Execution.started` runs it. */
-  runtime: string;
 }
 
 /** One sample as a whole. */
@@ -90,11 +60,7 @@ export class Answer {
 }
 
 /** The chunk in a message. */
-export function chunkOf(message: SampleChunk): Chunk {
-  const { itemId, sample, position, text, reasoningContent, toolCalls, malformedCalls } = message;
-  const { tokenIds, logprobs, stop, usage, runtime } = message;
-  const finishReason = wordOf(FinishReasonSchema, message.finishReason) as FinishReason | undefined;
-  const error = message.error && errorFromStatus(message.error);
-  const parts = { text, reasoningContent, toolCalls, malformedCalls };
-  return { itemId, sample, position, ...parts, tokenIds, logprobs, finishReason, stop, error, usage, runtime };
+export function chunkOf({ $typeName: _name, $unknown: _unknown, ...fields }: SampleChunk): Chunk {
+  const finishReason = wordOf(FinishReasonSchema, fields.finishReason) as FinishReason | undefined;
+  return { ...fields, finishReason, error: fields.error && errorFromStatus(fields.error) };
 }

@@ -1,6 +1,6 @@
 /** Converts prompts, messages and settings to items of Execute, and checks them. */
 
-import { create } from "@bufbuild/protobuf";
+import { create, type MessageInitShape } from "@bufbuild/protobuf";
 
 import { tokensOf } from "./batches.js";
 import { durationOf } from "./duration.js";
@@ -41,25 +41,19 @@ export type ConstraintSettings = { jsonSchema: string | object } | { regex: stri
 /** Speculative decoding, which changes no text. */
 export type SpeculationSettings = { method: SpeculationMethod; maxDraftTokens?: number };
 
+type ItemInit = MessageInitShape<typeof ExecuteItemSchema>;
+/** Fields of ExecuteItem that are set as they are. */
+type ItemFields = Omit<ItemInit, "$typeName" | "$unknown" | "itemId" | "prompt" | "maxCostUsd" | "timeout" | keyof OwnSettings>;
+
 /** How texts are generated: settings of sampling, such as temperature and seed, and the fields of ExecuteItem. */
-export interface TextSettings extends SamplingSettings {
+export interface TextSettings extends SamplingSettings, ItemFields, OwnSettings {}
+
+interface OwnSettings {
   /** Default settings, such as `samplingDefaults` of `modelInfo()`. */
   sampling?: SamplingSettings;
-  maxTokens?: number;
-  stop?: string[];
-  stopTokenIds?: number[];
-  ignoreEos?: boolean;
-  logprobs?: boolean;
-  topLogprobs?: number;
-  /** The number of samples. */
-  n?: number;
   constraint?: ConstraintSettings;
-  tokensOnly?: boolean;
   /** The server ends the item's samples after this time. The timeout of a call ends only the reading. */
   itemTimeoutMs?: number;
-  adapterId?: string;
-  sampledLogprobs?: boolean;
-  cacheSalt?: string;
   speculation?: SpeculationMethod | SpeculationSettings;
   /**
    * As in the OpenAI API: {type: "function", function: {...}}. Texts are divided then. The prompt is messages, or the tokens of

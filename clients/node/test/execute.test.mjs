@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 
-import { create, Execution, item, QuireClient, QuireError, runner, status } from "quire-llm";
+import { create, Execution, item, QuireClient, QuireError, runner, status, types } from "quire-llm";
 
 import { breakingWay, TARGET, TIMEOUT_MS } from "./servers.mjs";
 
@@ -36,6 +36,24 @@ test("texts and tokens can be asked for, and failures are of an item", async () 
   assert.deepEqual([last.t.finishReason, last[0].finishReason], ["length", "error"]);
   assert.equal(last[0].error.reason, "NO_CHAT_TEMPLATE");
   await assert.rejects(read(client.execute(items)), { reason: "NO_CHAT_TEMPLATE" });
+});
+
+test("chunks say what was computed of their tokens, and what has become of a cache", async () => {
+  const cache = await client.prefill([1, 2, 3]);
+  const hidden = { dtype: types.DataType.F32 };
+  const prompt = { case: "cache", value: { cacheId: cache.cacheId, tokenIds: [cache.output.tokenId] } };
+  const onCache = create(runner.ExecuteItemSchema, { itemId: "c", prompt, maxTokens: 2, ignoreEos: true });
+  const last = {};
+  for await (const chunk of client.execute([item([1, 2, 3], { hidden, maxTokens: 2, ignoreEos: true }), onCache])) {
+    assert.equal(chunk.weightsVersion, cache.weightsVersion);
+    assert.equal(chunk.hidden.length, chunk.itemId === "c" ? 0 : chunk.tokenIds.length);
+    assert.deepEqual(chunk.experts, []);
+    for (const { states } of chunk.hidden) assert.ok(states[0].data.length > 0);
+    last[chunk.itemId] = chunk;
+  }
+  assert.equal(last[0].kvCache, undefined);
+  assert.deepEqual([last.c.kvCache.cacheId, last.c.kvCache.seqLen], [cache.cacheId, cache.seqLen + 2]);
+  await cache.release();
 });
 
 test("generate returns a text, and texts those of several prompts and samples", async () => {
