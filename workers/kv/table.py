@@ -30,7 +30,15 @@ from workers.given_experts import given_salt
 from workers.kv.disk_pages import DiskPages
 from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
-from workers.kv.page_pool import IntegrityError, PagePool, page_digest, root_digest
+from workers.kv.page_pool import (
+    DIGEST_BYTES,
+    IntegrityError,
+    PagePool,
+    is_state,
+    page_digest,
+    root_digest,
+    state_digest,
+)
 from workers.kv.page_tables import PageTables
 from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
@@ -70,7 +78,7 @@ class KvTable:
         self.states = states
         self._pool = PagePool(num_pages)
         if states is not None:
-            self._pool.on_discard = states.discarded
+            self._pool.on_discard = self._discarded
         self._sequences: dict[int, KvSequence] = {}
         self._columns = SequenceColumns(page_size)
         # By key, the row in the columns; by row, the sequence.
@@ -307,8 +315,8 @@ class KvTable:
             raise ValueError(f"sequence {seq.key}: {end} tokens do not fit in the {seq.writable} reserved")
         self._extend(seq, tokens)
         self._index_pages(seq, end)
-        if self.states is not None:
-            self.states.appended(seq)
+        if self.states is not None and (snapshots := self.states.appended(seq)):
+            self._store_up_to(seq, snapshots)
 
     def append_next(self, rows: Rows, positions: Rows, tokens: Rows) -> None:
         """As `append` of one token to each of the sequences in these rows, after `reserve_next`."""
@@ -322,7 +330,8 @@ class KvTable:
         if self.states is not None:
             for row in rows.tolist():
                 seq = self._in_row[row]
-                self.states.appended(seq)
+                if snapshots := self.states.appended(seq):
+                    self._store_up_to(seq, snapshots)
                 self.states.end(seq.key)
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:
@@ -336,8 +345,10 @@ class KvTable:
         if seq.generation != self._generation:
             return
         page, digest = seq.pages[i], seq.digests[i]
-        if self._pool.publish(page, digest) and self._disk is not None and is_lasting(seq.salt):
-            self._disk.published(page, digest, seq.digests[i - 1] if i else root_digest(seq.salt))
+        is_new = self._pool.publish(page, digest)
+        # With recurrent layers pages are of use up to a snapshot, and are stored with it.
+        if is_new and self._disk is not None and self.states is None and is_lasting(seq.salt):
+            self._disk.published(page, digest, _parent(seq, i))
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
@@ -410,10 +421,39 @@ class KvTable:
 
     # Pages that are on disk too.
 
-    def store_on(self, disk: DiskPages | None) -> None:
-        """Tell `disk` from now on which pages are full, and which get other contents. None: nobody."""
+    def store_on(self, disk: DiskPages) -> None:
+        """Tell `disk` from now on what is to be stored, and what gets other contents."""
         self._disk = disk
-        self._pool.on_discard = None if disk is None else disk.discarded
+        if self.states is None:
+            self._pool.on_discard = disk.discarded
+        else:
+            self.states.on_discard = disk.discarded
+
+    def _discarded(self, digest: bytes) -> None:
+        """A page gets other contents, and there are states."""
+        assert self.states is not None
+        self.states.discarded(digest)
+        if self._disk is not None:
+            self._disk.discarded(digest)
+
+    def _store_up_to(self, seq: KvSequence, snapshots: Sequence[int]) -> None:
+        """Let snapshots at these positions be stored, and the pages that are of use with them."""
+        disk, states = self._disk, self.states
+        if disk is None or states is None or not disk.takes_writes:
+            return
+        if seq.generation != self._generation or not is_lasting(seq.salt):
+            return
+        for position in snapshots:
+            first = last = position // self.page_size
+            while first and not disk.will_have(seq.digests[first - 1]):
+                first -= 1
+            for i in range(first, last):
+                page = self._pool.lookup(seq.digests[i])
+                if page is not None:
+                    disk.published(page, seq.digests[i], _parent(seq, i))
+            slot, digest = states.snapshot(seq.digests[last - 1]), state_digest(seq.digests[last - 1])
+            if slot is not None:
+                disk.published(slot, digest, _parent(seq, last - 1))
 
     def next_digests(
         self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
@@ -434,7 +474,12 @@ class KvTable:
             parent = digest
 
     def find(self, digest: bytes) -> int | None:
-        """The page of this digest, which any call may evict that is not `held.hold`. None: there is none."""
+        """The page of this digest, or the slot of this state. None: there is none.
+
+        Any call may evict it that is not `held.hold`.
+        """
+        if self.states is not None and is_state(digest):
+            return self.states.snapshot(digest[:DIGEST_BYTES])
         return self._pool.lookup(digest)
 
     def filled(self, page: int, digest: bytes) -> None:
@@ -469,7 +514,7 @@ class KvTable:
     def check_integrity_in_slices(self) -> Iterator[None]:
         """As `check_integrity`, in slices. The table may be used and changed between two of them."""
         if self._disk is not None:
-            self._disk.check_integrity(self._pool.lookup)
+            self._disk.check_integrity(self.find)
         check = IntegrityCheck(self._sequences, self._pool, self.page_size, self.held)
         self._checks.append(check)
         try:
@@ -500,3 +545,8 @@ def is_lasting(salt: bytes) -> bool:
 def _last_digest(seq: KvSequence) -> bytes:
     """The parent digest of a sequence's next page."""
     return seq.digests[-1] if seq.digests else root_digest(seq.salt)
+
+
+def _parent(seq: KvSequence, i: int) -> bytes:
+    """The digest of the page before page i of a sequence."""
+    return seq.digests[i - 1] if i else root_digest(seq.salt)
