@@ -19,14 +19,12 @@ thread of the step loop owns it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.given_experts import given_salt
 from workers.kv.disk_pages import DiskPages
 from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
@@ -37,14 +35,11 @@ from workers.kv.page_pool import (
     is_state,
     page_digest,
     root_digest,
-    state_digest,
 )
 from workers.kv.page_tables import PageTables
 from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
-
-# What the gateway puts before the salt of a tenant: see `Tenant.salt` there.
-_NUMBERED_ADAPTER = re.compile(rb"a\d+/")
+from workers.kv.stored_sequences import StoredSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class KvTable:
         self.states = states
         self._pool = PagePool(num_pages)
         if states is not None:
-            self._pool.on_discard = self._discarded
+            self._pool.on_discard = states.discarded
         self._sequences: dict[int, KvSequence] = {}
         self._columns = SequenceColumns(page_size)
         # By key, the row in the columns; by row, the sequence.
@@ -92,8 +87,8 @@ class KvTable:
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
         self._copied_pages = 0
-        # Where full pages are stored too; None: nowhere. See `store_on`.
-        self._disk: DiskPages | None = None
+        # What is on disk too; None: nothing. See `store_on`.
+        self._stored: StoredSequences | None = None
         # Running checks, to which every page is reported that a sequence gets or gives back.
         self._checks: list[IntegrityCheck] = []
         self.held = HeldPages(self._pool, self._checks)
@@ -316,7 +311,11 @@ class KvTable:
         self._extend(seq, tokens)
         self._index_pages(seq, end)
         if self.states is not None and (snapshots := self.states.appended(seq)):
-            self._store_up_to(seq, snapshots)
+            self._keep(seq, snapshots)
+
+    def _keep(self, seq: KvSequence, snapshots: Sequence[int]) -> None:
+        if self._stored is not None and seq.generation == self._generation:
+            self._stored.kept(seq, snapshots)
 
     def append_next(self, rows: Rows, positions: Rows, tokens: Rows) -> None:
         """As `append` of one token to each of the sequences in these rows, after `reserve_next`."""
@@ -331,7 +330,7 @@ class KvTable:
             for row in rows.tolist():
                 seq = self._in_row[row]
                 if snapshots := self.states.appended(seq):
-                    self._store_up_to(seq, snapshots)
+                    self._keep(seq, snapshots)
                 self.states.end(seq.key)
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:
@@ -344,11 +343,8 @@ class KvTable:
     def _publish(self, seq: KvSequence, i: int) -> None:
         if seq.generation != self._generation:
             return
-        page, digest = seq.pages[i], seq.digests[i]
-        is_new = self._pool.publish(page, digest)
-        # With recurrent layers pages are of use up to a snapshot, and are stored with it.
-        if is_new and self._disk is not None and self.states is None and is_lasting(seq.salt):
-            self._disk.published(page, digest, _parent(seq, i))
+        if self._pool.publish(seq.pages[i], seq.digests[i]) and self._stored is not None:
+            self._stored.indexed(seq, i)
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
@@ -423,37 +419,7 @@ class KvTable:
 
     def store_on(self, disk: DiskPages) -> None:
         """Tell `disk` from now on what is to be stored, and what gets other contents."""
-        self._disk = disk
-        if self.states is None:
-            self._pool.on_discard = disk.discarded
-        else:
-            self.states.on_discard = disk.discarded
-
-    def _discarded(self, digest: bytes) -> None:
-        """A page gets other contents, and there are states."""
-        assert self.states is not None
-        self.states.discarded(digest)
-        if self._disk is not None:
-            self._disk.discarded(digest)
-
-    def _store_up_to(self, seq: KvSequence, snapshots: Sequence[int]) -> None:
-        """Let snapshots at these positions be stored, and the pages that are of use with them."""
-        disk, states = self._disk, self.states
-        if disk is None or states is None or not disk.takes_writes:
-            return
-        if seq.generation != self._generation or not is_lasting(seq.salt):
-            return
-        for position in snapshots:
-            first = last = position // self.page_size
-            while first and not disk.will_have(seq.digests[first - 1]):
-                first -= 1
-            for i in range(first, last):
-                page = self._pool.lookup(seq.digests[i])
-                if page is not None:
-                    disk.published(page, seq.digests[i], _parent(seq, i))
-            slot, digest = states.snapshot(seq.digests[last - 1]), state_digest(seq.digests[last - 1])
-            if slot is not None:
-                disk.published(slot, digest, _parent(seq, last - 1))
+        self._stored = StoredSequences(disk, self._pool, self.states, self.page_size)
 
     def next_digests(
         self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
@@ -513,8 +479,8 @@ class KvTable:
 
     def check_integrity_in_slices(self) -> Iterator[None]:
         """As `check_integrity`, in slices. The table may be used and changed between two of them."""
-        if self._disk is not None:
-            self._disk.check_integrity(self.find)
+        if self._stored is not None:
+            self._stored.disk.check_integrity(self.find)
         check = IntegrityCheck(self._sequences, self._pool, self.page_size, self.held)
         self._checks.append(check)
         try:
@@ -534,19 +500,6 @@ class KvTable:
             raise ValueError(f"sequence {seq.key} is not in this table")
 
 
-def is_lasting(salt: bytes) -> bool:
-    """Whether a salt has the same meaning in every process: then pages under it can be stored.
-
-    That of an adapter whose content is not known has only its number, which another one can get later.
-    """
-    return _NUMBERED_ADAPTER.match(given_salt(salt)) is None
-
-
 def _last_digest(seq: KvSequence) -> bytes:
     """The parent digest of a sequence's next page."""
     return seq.digests[-1] if seq.digests else root_digest(seq.salt)
-
-
-def _parent(seq: KvSequence, i: int) -> bytes:
-    """The digest of the page before page i of a sequence."""
-    return seq.digests[i - 1] if i else root_digest(seq.salt)
