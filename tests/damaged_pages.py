@@ -18,9 +18,9 @@ Fault = Callable[[Path, random.Random], None]
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The files of pages, of any identity, but for huge ones. All of them may be removed meanwhile."""
+    """The files of pages and states, of any identity, but for huge ones. All may be removed meanwhile."""
     found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
-    return sorted(path for path in found if len(path.name) == 64 and _can_be_read(path))
+    return sorted(path for path in found if len(path.name) in (64, 66) and _can_be_read(path))
 
 
 def _can_be_read(path: Path) -> bool:

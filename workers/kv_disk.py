@@ -5,7 +5,9 @@ tokens. Those that are missing there and are on disk are read into pages of the 
 cache; then the forward goes on as any other, and finds them (`Engine.begin`). What could not be read is
 computed.
 
-The other way round each full page that the pool gets is written to disk, in its time.
+The other way round each full page that the pool gets is written to disk, in its time. If the model has
+recurrent layers, a prefix can be reused up to a snapshot of their states: pages are read and written up to
+one, and it with them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from workers.kv.disk_pages import DiskPages, ReadOutcome
@@ -29,7 +31,8 @@ from workers.kv.disk_threads import (
     Written,
 )
 from workers.kv.page_files import PageFiles
-from workers.kv.page_pool import OutOfPages
+from workers.kv.page_pool import DIGEST_BYTES, OutOfPages, is_state, state_digest
+from workers.kv.states import StateSlots
 from workers.kv.table import KvTable
 from workers.operations import Forward
 
@@ -84,13 +87,13 @@ class KvDisk:
     def __init__(
         self,
         table: KvTable,
-        views: Callable[[int], list[memoryview]],
+        views: Callable[[bytes, int], list[memoryview]],
         files: PageFiles,
         *,
         max_bytes: int,
         write_bytes_per_s: float,
     ) -> None:
-        """Store the pages of `table` from now on. `views`: the memory of a page, see `KvTensors`."""
+        """Store the pages of `table` from now on. `views`: `KvTensors.stored_views`."""
         self._table, self._views, self._files = table, views, files
         self._max_bytes, self._write_bytes_per_s = max_bytes, write_bytes_per_s
         self._pages = DiskPages()
@@ -146,39 +149,72 @@ class KvDisk:
         """Hold the pages of a forward's prefix that are in memory, or are being read for others.
 
         Returns the digests and parents of those that are on disk only, up to the first page that is nowhere.
+        With recurrent layers up to the last state that can be had, which comes last if it is to be read.
         """
         table, pages, forward = self._table, self._pages, waiting.forward
         where = forward.sequence, forward.position, forward.salt
+        prefix: Iterable[tuple[bytes, bytes]] = table.next_digests(*where, forward.token_ids, reusable)
+        if table.states is not None:
+            prefix = self._up_to_state(prefix, table.states)
         absent: list[tuple[bytes, bytes]] = []
-        for digest, parent in table.next_digests(*where, forward.token_ids, reusable):
+        for digest, parent in prefix:
             if (page := table.find(digest)) is not None:
                 table.held.hold(page)
                 waiting.pages.append(page)
             elif (page := pages.being_read(digest)) is not None:
-                table.held.hold(page)
-                waiting.pages.append(page)
                 waiting.unread.add(digest)
+                if not is_state(digest):
+                    table.held.hold(page)
+                    waiting.pages.append(page)
             elif pages.has(digest):
                 absent.append((digest, parent))
             else:
                 break
         if forward.position % table.page_size == 0:
-            pages.counts.wanted += reusable // table.page_size - len(waiting.pages)
+            end = forward.position + reusable
+            full = max(0, end - end % table.reuse_unit - forward.position) // table.page_size
+            states = sum(is_state(digest) for digest, _ in absent)
+            pages.counts.wanted += full - len(waiting.pages) + states
         return absent
+
+    def _up_to_state(
+        self, prefix: Iterable[tuple[bytes, bytes]], states: StateSlots
+    ) -> list[tuple[bytes, bytes]]:
+        """The pages of a prefix up to the last state that can be had, and this state if it is to be read."""
+        table, pages = self._table, self._pages
+        found: list[tuple[bytes, bytes]] = []
+        usable, to_read = 0, list[tuple[bytes, bytes]]()
+        for digest, parent in prefix:
+            if table.find(digest) is None and pages.being_read(digest) is None and not pages.has(digest):
+                break
+            found.append((digest, parent))
+            state = state_digest(digest)
+            if table.find(state) is not None:
+                usable, to_read = len(found), []
+            elif pages.being_read(state) is not None or (pages.has(state) and states.may_read):
+                usable, to_read = len(found), [(state, parent)]
+        return found[:usable] + to_read
 
     def _read(self, waiting: _Waiting, absent: Sequence[tuple[bytes, bytes]]) -> None:
         """Read pages for a forward. Raises OutOfPages, and has no effect then."""
         if not absent:
             return
-        fresh = self._table.held.take(len(absent))
+        table = self._table
+        fresh = iter(table.held.take(sum([not is_state(digest) for digest, _ in absent])))
         if not self._pages.are_read:
             self._progress_s = time.monotonic()
-        reads = [PageRead(digest, parent, page) for (digest, parent), page in zip(absent, fresh, strict=True)]
-        for read in reads:
-            self._pages.begin_read(read.digest, read.page)
-            # Once for the read, and once for the forward, which may be dropped before the read has ended.
-            self._table.held.hold(read.page)
-        waiting.pages += fresh
+        reads = []
+        for digest, parent in absent:
+            if is_state(digest):
+                assert table.states is not None
+                number = table.states.begin_read()
+            else:
+                number = next(fresh)
+                # Once for the read, and once for the forward, which may be dropped before the read has ended.
+                table.held.hold(number)
+                waiting.pages.append(number)
+            self._pages.begin_read(digest, number)
+            reads.append(PageRead(digest, parent, number))
         waiting.unread.update(digest for digest, _ in absent)
         assert self._threads is not None
         self._threads.read(reads)
@@ -209,12 +245,16 @@ class KvDisk:
         return self._release(lambda waiting: not waiting.unread)
 
     def _end_read(self, digest: bytes, outcome: ReadOutcome) -> None:
-        page = self._pages.end_read(digest, outcome)
-        if outcome is ReadOutcome.READ:
-            self._table.filled(page, digest)
-        elif outcome is ReadOutcome.REFUSED and self._pages.counts.refused == 1:
+        number, is_good = self._pages.end_read(digest, outcome), outcome is ReadOutcome.READ
+        if outcome is ReadOutcome.REFUSED and self._pages.counts.refused == 1:
             _log.warning("a file of KV is not what its name says: such files are deleted, and counted")
-        self._table.held.let_go([page])
+        if is_state(digest):
+            assert self._table.states is not None
+            self._table.states.end_read(number, digest[:DIGEST_BYTES] if is_good else None)
+        else:
+            if is_good:
+                self._table.filled(number, digest)
+            self._table.held.let_go([number])
         for waiting in self._waiting:
             waiting.unread.discard(digest)
 

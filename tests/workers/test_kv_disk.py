@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,101 +15,25 @@ from hypothesis import strategies as st
 
 from tests.damaged_pages import FAULTS, Fault, files_in, flip, make_foreign, swap, tear
 from tests.model_factory import TinyModel, make_model
-from tests.workers.stepping import Worker
+from tests.workers.disk_worker import PAGE, DiskWorker, random_trial, text
 from workers import kv_disk
 from workers.executors.llm import LlmExecutor
-from workers.executors.weightless import PagedAttentionExecutor
 from workers.given_experts import GivenExperts
 from workers.kv import disk_threads, page_files
 from workers.kv.disk_pages import DiskPages, PageWrite
-from workers.kv.page_directory import IDENTITY_BYTES, PageDirectory
+from workers.kv.page_directory import IDENTITY_BYTES
 from workers.kv.page_files import PageFiles
 from workers.kv_disk import KvDisk
 from workers.models.kv_identity import kv_identity, weights_digest
 from workers.operations import Abort, Failed, FailureReason, Forward, Kind, Reset, Result
-from workers.outputs import DataType, OutputSpec
-
-IDENTITY = bytes(range(IDENTITY_BYTES))
-PAGE = 16
-LOGITS = OutputSpec(logits=DataType.F32)
-
-
-class DiskWorker(Worker):
-    """A worker with few pages, whose KV is stored in a directory."""
-
-    def __init__(
-        self,
-        directory: Path | None,
-        *,
-        pages: int = 20,
-        identity: bytes = IDENTITY,
-        max_bytes: int = 1 << 30,
-    ) -> None:
-        engine = PagedAttentionExecutor.create(kv_pages=pages).engine
-        self.disk: KvDisk | None = None
-        if directory is not None:
-            files = PageFiles(
-                PageDirectory(directory, max_bytes),
-                identity,
-                page_bytes=engine.kv.bytes_per_page,
-                pieces=len(engine.kv.page_views(0)),
-            )
-            self.disk = KvDisk(
-                engine.kv_table, engine.kv.page_views, files, max_bytes=max_bytes, write_bytes_per_s=1e12
-            )
-        super().__init__(engine, kv_disk=self.disk)
-        self.computed: list[int] = []
-        self._op_id = 0
-
-    def forward(
-        self, sequence: int, tokens: list[int], position: int = 0, salt: bytes = b"tenant"
-    ) -> Forward:
-        """Computes the logits of its last row."""
-        self._op_id += 1
-        return Forward(
-            self._op_id, sequence, position, tokens, rows=1, output=LOGITS, kind=Kind.REPLAY, salt=salt
-        )
-
-    def append(self, sequence: int, tokens: list[int], position: int = 0, salt: bytes = b"tenant") -> bytes:
-        """The logits, once they are computed. `computed` gets the number of tokens that were."""
-        asked = self.forward(sequence, tokens, position, salt)
-        answer = self.answers(asked)[asked.op_id]
-        assert isinstance(answer, Forward)
-        self.computed.append(len(tokens) - answer.reused)
-        logits = answer.outputs[-1].logits
-        assert logits is not None
-        return logits
-
-    def take_reports(self) -> None:
-        """Lets the loop take what its threads have done."""
-        self.loop.submit([])
-        self.loop.take()
-        self.engine.kv_table.check_integrity()
-
-    def store(self) -> None:
-        """Waits until everything that is to be stored is stored."""
-        assert self.disk is not None
-        self.loop.step()
-        while self.disk.usage().unwritten_pages:
-            time.sleep(0.001)
-            self.take_reports()
-
-    def evict(self, *sequences: int) -> None:
-        """As the gateway preempts caches: their sequences are released, and their pages get other tokens."""
-        for sequence in sequences:
-            self.engine.release(sequence)
-        table = self.engine.kv_table
-        pages = table.held.take(table.pages_available)
-        table.held.let_go(pages)
-        table.check_integrity()
-
-
-def text(seed: int, tokens: int) -> list[int]:
-    return [(seed * 7919 + i * i * 31 + i) % 997 for i in range(tokens)]
 
 
 def undisturbed(tokens: list[int]) -> bytes:
     return DiskWorker(None, pages=64).append(1, tokens)
+
+
+def trial(directory: Path, seed: int, faults: Sequence[Fault] = FAULTS) -> None:
+    random_trial(lambda: DiskWorker(directory, pages=12), directory, seed, undisturbed, faults)
 
 
 def test_two_long_caches_evict_each_other_and_come_back_from_disk(tmp_path: Path) -> None:
@@ -197,32 +120,6 @@ def test_forwards_with_the_same_prefix_share_one_read(tmp_path: Path) -> None:
         assert isinstance(answer, Forward) and answer.reused == 10 * PAGE
         assert answer.outputs[-1].logits == undisturbed(tokens)
     assert worker.disk is not None and worker.disk.usage().read_pages == 10
-
-
-def trial(directory: Path, seed: int, faults: Sequence[Fault] = FAULTS) -> None:
-    """Random appends, evictions, restarts and faults of files. Each answer is as if nothing had happened."""
-    rng = random.Random(seed)
-    # Some of them have prefixes in common.
-    texts = {number: text(rng.randrange(2), 4 * PAGE) + text(number, 6 * PAGE) for number in range(4)}
-    worker = DiskWorker(directory, pages=12)
-    for _ in range(12):
-        match rng.randrange(5):
-            case 0:
-                worker = DiskWorker(directory, pages=12)
-            case 1:
-                worker.store()
-                worker.evict(*texts)
-            case 2:
-                worker.store()
-                for path in files_in(directory):
-                    if rng.random() < 0.3 and path.exists():
-                        rng.choice(faults)(path, rng)
-                worker.evict(*texts)
-            case _:
-                number = rng.choice(list(texts))
-                tokens = texts[number][: rng.randrange(1, 10 * PAGE)]
-                worker.evict(*texts)
-                assert worker.append(number, tokens) == undisturbed(tokens)
 
 
 @settings(max_examples=settings().max_examples // 3)
@@ -458,7 +355,7 @@ def test_states_agree_with_the_pool_whatever_happens(moves: list[tuple[int, int]
                 pages.discarded(digest)
             case 2 if (write := pages.next_write()) is not None:
                 # What is written is in the pool.
-                assert in_pool[write.digest] == write.page
+                assert in_pool[write.digest] == write.number
                 writes.append(write)
             case 3 | 4 if writes:
                 write = writes.pop(number % len(writes))

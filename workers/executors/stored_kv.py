@@ -29,9 +29,6 @@ def open_kv_disk(
     if kv.device.type != "cpu" or kv.others is not None:
         _log.warning("KV is not stored on disk: that needs one rank on the CPU")
         return None
-    if kv.states is not None:
-        _log.warning("KV is not stored on disk: recurrent states would be missing")
-        return None
     try:
         identity = kv_identity(
             kv,
@@ -40,12 +37,10 @@ def open_kv_disk(
             batch_invariant=engine.batch_invariant,
             bytes_wanted=IDENTITY_BYTES,
         )
-        pieces = len(kv.page_views(0))
-        shared = PageDirectory(directory, max_bytes)
-        files = PageFiles(shared, identity, page_bytes=kv.bytes_per_page, pieces=pieces)
+        files = PageFiles(PageDirectory(directory, max_bytes), identity)
         disk = KvDisk(
             engine.kv_table,
-            kv.page_views,
+            kv.stored_views,
             files,
             max_bytes=max_bytes,
             write_bytes_per_s=write_bytes_per_s,

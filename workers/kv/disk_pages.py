@@ -12,6 +12,9 @@ and beside that it may be *read* into a page that nothing else refers to yet.
 evicted while it is being written makes that write stale, before its memory gets other contents: what was
 copied by then is good, and a file that was not is not given its name (see `PageWrite.is_stale`).
 
+A snapshot of a recurrent state goes the same way, by its own digest: "page" below stands for both, and its
+*number* is that of the page or of the state's slot.
+
 The files are in `page_files`, the threads in `disk_threads`, and the pages of the pool in `table`.
 """
 
@@ -21,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from workers.kv.page_pool import IntegrityError
+from workers.kv.page_pool import IntegrityError, is_state
 
 
 @dataclass(slots=True, eq=False)
@@ -29,14 +32,15 @@ class PageWrite:
     """A page that is being written.
 
     Attributes:
-        parent: The digest of the page before it, or the root's.
+        parent: The digest of the page before the page, or the root's.
+        number: Of the page, or of the state's slot.
         is_stale: Its memory may have other contents by now, or will have at once. The step loop's thread sets
             it before it writes to the page; the writing thread reads it after its last read of the page.
     """
 
     digest: bytes
     parent: bytes
-    page: int
+    number: int
     is_stale: bool = False
 
 
@@ -79,17 +83,17 @@ class DiskPages:
         # False: nothing is stored. What is on disk is still read.
         self.takes_writes = True
         self._on_disk: set[bytes] = set()
-        # In the order in which they were filled: their parents and pages.
+        # In the order in which they were filled: their parents and numbers.
         self._queued: dict[bytes, tuple[bytes, int]] = {}
         self._writing: dict[bytes, PageWrite] = {}
         self._reading: dict[bytes, int] = {}
 
     # What the pool does.
 
-    def published(self, page: int, digest: bytes, parent: bytes) -> None:
+    def published(self, number: int, digest: bytes, parent: bytes) -> None:
         """A page of the pool is full, and can be found by this digest. It follows the page of `parent`."""
         if self.takes_writes and digest not in self._on_disk and digest not in self._writing:
-            self._queued[digest] = parent, page
+            self._queued[digest] = parent, number
 
     def discarded(self, digest: bytes) -> None:
         """The page of this digest is about to get other contents."""
@@ -138,21 +142,25 @@ class DiskPages:
         """Whether a page is thought to be on disk."""
         return digest in self._on_disk
 
+    def will_have(self, digest: bytes) -> bool:
+        """Whether a page is on disk, or is to be."""
+        return digest in self._on_disk or digest in self._queued or digest in self._writing
+
     @property
     def are_read(self) -> bool:
         """Whether any page is being read."""
         return bool(self._reading)
 
     def being_read(self, digest: bytes) -> int | None:
-        """The page into which the page of this digest is being read, if it is."""
+        """The number of that into which the page of this digest is being read, if it is."""
         return self._reading.get(digest)
 
-    def begin_read(self, digest: bytes, page: int) -> None:
+    def begin_read(self, digest: bytes, number: int) -> None:
         """A page on disk is being read into a page of the pool that nothing else refers to."""
-        self._reading[digest] = page
+        self._reading[digest] = number
 
     def end_read(self, digest: bytes, outcome: ReadOutcome) -> int:
-        """A read has ended. Returns the page that has its contents, if these are good."""
+        """A read has ended. Returns the number of that which has its contents, if these are good."""
         match outcome:
             case ReadOutcome.READ:
                 self.counts.read += 1
@@ -174,15 +182,16 @@ class DiskPages:
                 self._found(digest)
 
     def check_integrity(self, lookup: Callable[[bytes], int | None]) -> None:
-        """Raise IntegrityError for a contradiction. `lookup`: `PagePool.lookup`."""
-        queued = ((digest, page) for digest, (_, page) in self._queued.items())
-        for digest, page in (*queued, *((write.digest, write.page) for write in self._writing.values())):
-            if lookup(digest) != page:
-                raise IntegrityError(f"page {page} is to be stored, and has other contents")
+        """Raise IntegrityError for a contradiction. `lookup`: `KvTable.find`."""
+        queued = ((digest, number) for digest, (_, number) in self._queued.items())
+        for digest, number in (*queued, *((write.digest, write.number) for write in self._writing.values())):
+            if lookup(digest) != number:
+                raise IntegrityError(f"page {number} is to be stored, and has other contents")
         states = (self._queued.keys(), self._writing.keys(), self._on_disk)
         if len(set().union(*states)) != sum(map(len, states)):
             raise IntegrityError("a page is in several of the states queued, writing, on disk")
         if any(write.is_stale for write in self._writing.values()):
             raise IntegrityError("a stale write is still expected")
-        if len(set(self._reading.values())) != len(self._reading):
+        targets = {(is_state(digest), number) for digest, number in self._reading.items()}
+        if len(targets) != len(self._reading):
             raise IntegrityError("two pages are read into one")

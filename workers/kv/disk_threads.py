@@ -38,11 +38,14 @@ _NICENESS = 10
 
 @dataclass(frozen=True, slots=True)
 class PageRead:
-    """A page of the pool, into which the page of `digest` is read. `parent`: the digest of that before it."""
+    """The number of a page of the pool, into which the page of `digest` is read, or of a slot for a state.
+
+    parent: The digest of the page before the page.
+    """
 
     digest: bytes
     parent: bytes
-    page: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class DiskThreads:
     def __init__(
         self,
         files: PageFiles,
-        views: Callable[[int], list[memoryview]],
+        views: Callable[[bytes, int], list[memoryview]],
         report: Callable[[DiskReport], None],
         *,
         write_bytes_per_s: float,
@@ -99,7 +102,7 @@ class DiskThreads:
 
         Args:
             files: What they read and write.
-            views: The memory of a page of the pool.
+            views: The memory of what has this digest and this number.
             report: Takes what has been done.
             write_bytes_per_s: What is written at most, on average.
         """
@@ -140,7 +143,7 @@ class DiskThreads:
             time.sleep(max(0.0, next_s - time.monotonic()))
             is_stored = False
             if retry_s is None and not write.is_stale:
-                views = self._views(write.page)
+                views = self._views(write.digest, write.number)
                 next_s = max(next_s, time.monotonic()) + sum(map(len, views)) / self._bytes_per_s
                 try:
                     is_stored = self._files.write(write, views)
@@ -165,7 +168,10 @@ class DiskThreads:
             if rest:
                 self._reads.put(rest)
             outcomes = [
-                (read.digest, self._files.read(read.digest, read.parent, self._views(read.page)))
+                (
+                    read.digest,
+                    self._files.read(read.digest, read.parent, self._views(read.digest, read.number)),
+                )
                 for read in portion
             ]
             self._report(PageReads(outcomes))

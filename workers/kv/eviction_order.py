@@ -2,7 +2,8 @@
 
 A page is of use only with all pages before it. So one gives way that no other page continues, an *end*: of
 all ends the least recently used. A text is lost from its end, and what several texts begin with stays until
-they are gone.
+they are gone. A recurrent state is an end when the page is one after which it is: it has the key of that page
+with one more byte.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from collections import Counter
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from workers.kv.page_pool import state_digest
+
 # Entries of the heap that are out of date are removed when there are so many for each page.
 _MOST_ENTRIES = 2
 
 
 @dataclass(slots=True, eq=False)
 class StoredPage:
-    """A page.
+    """A page, or a recurrent state after it.
 
     Attributes:
-        parent: The key of the page before it, which need not be here.
+        parent: The key of the page before the page, which need not be here.
         used_ns: When it was used last, as far as that is known.
     """
 
@@ -28,6 +31,11 @@ class StoredPage:
     parent: bytes
     size_bytes: int
     used_ns: int
+
+    @property
+    def page(self) -> bytes:
+        """The key of the page, also that of a state's."""
+        return self.key[: len(self.parent)]
 
 
 class EvictionOrder:
@@ -71,6 +79,7 @@ class EvictionOrder:
         if not self._continued[page.parent]:
             del self._continued[page.parent]
             self._note_end(page.parent)
+            self._note_end(state_digest(page.parent))
 
     def next(self) -> StoredPage | None:
         """The page that gives way next. None: there are no pages."""
@@ -83,7 +92,8 @@ class EvictionOrder:
         return next(iter(self._pages.values()), None)
 
     def _is_end(self, key: bytes) -> bool:
-        return key in self._pages and key not in self._continued
+        page = self._pages.get(key)
+        return page is not None and page.page not in self._continued
 
     def _note_end(self, key: bytes) -> None:
         if not self._is_end(key):

@@ -2,7 +2,8 @@
 
     DIR/quire-kv/lock                      the bytes of all files; who writes or deletes locks it
     DIR/quire-kv/tmp                       the file that is being written
-    DIR/quire-kv/IDENTITY/d4/DIGESTPARENT  a page: its digest, d41d8c..., and that of the page before it
+    DIR/quire-kv/IDENTITY/d4/DIGESTPARENT  a page: its digest, d41d8c..., and that of the page before it;
+                                           or the recurrent state after that page, with its own digest
 
 Any number of processes of one user may use it. Reads lock nothing: a file has its name when it is complete,
 and a deleted one is just missing. A process writes while it has the lock, so that the bytes of all files stay
@@ -30,10 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.kv.eviction_order import EvictionOrder, StoredPage
-from workers.kv.page_pool import DIGEST_BYTES
+from workers.kv.page_pool import DIGEST_BYTES, state_digest
 
 IDENTITY_BYTES = 16
-_IDENTITY, _FOLDER, _PAGE = (re.compile(f"[0-9a-f]{{{letters}}}") for letters in (32, 2, 64))
+_IDENTITY, _FOLDER = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{2}")
+# The digest of a page, or of a state; and the digest of the page before the page.
+_PAGE = re.compile(f"[0-9a-f]{{32}}({state_digest(b'').hex()})?[0-9a-f]{{32}}")
 # What the file system gives a file at least.
 _UNIT_BYTES = 4096
 # How long a write waits for the lock: a process that has it may be stopped, and must stop no other.
@@ -65,7 +68,7 @@ class _Folder:
 
 
 class PageDirectory:
-    """The files of all identities. A file's *key* is its identity and its digest.
+    """The files of all identities, pages and states alike. A file's *key* is its identity and its digest.
 
     Every method may raise OSError. `open_page` and `delete_page` may be called from any thread, the others
     from one at a time.
@@ -217,7 +220,7 @@ class PageDirectory:
                 if not is_page or not entry.is_file(follow_symlinks=False):
                     continue
                 name = bytes.fromhex(entry.name)
-                key, parent = owner + name[:DIGEST_BYTES], owner + name[DIGEST_BYTES:]
+                key, parent = owner + name[:-DIGEST_BYTES], owner + name[-DIGEST_BYTES:]
                 # It may be deleted at any time.
                 with contextlib.suppress(FileNotFoundError):
                     if key not in self._order:

@@ -1,4 +1,4 @@
-"""Pages of KV as files: how they are written, read and checked.
+"""Pages of KV as files: how they are written, read and checked. Recurrent states are files of the same kind.
 
 A page's digest says which tokens and which salt it has the keys and values of (`page_pool`), the *identity*
 which weights, code and layout (`workers.models.kv_identity`). A file begins with both and checksums of the
@@ -23,8 +23,9 @@ from workers.kv.disk_pages import PageWrite, ReadOutcome
 from workers.kv.page_directory import IDENTITY_BYTES, PageDirectory
 
 _MAGIC = b"QUIREKV1"
-# Magic, identity, digest. Then the CRC-32 of each piece of the page: the keys or the values of a layer.
-_HEADER = struct.Struct("<8s16s16s")
+# Magic, identity, digest. Then the CRC-32 of each piece of memory: the keys or the values of a layer, or a
+# tensor of a state.
+_HEADER = struct.Struct("<8s16s17s")
 # Buffers of one call; Linux takes 1024.
 _MOST_BUFFERS = 512
 
@@ -35,18 +36,14 @@ class PageFiles:
     `read` may be called from any thread, the others from one at a time.
     """
 
-    def __init__(self, directory: PageDirectory, identity: bytes, *, page_bytes: int, pieces: int) -> None:
+    def __init__(self, directory: PageDirectory, identity: bytes) -> None:
         """Nothing is read or written yet.
 
         Args:
             directory: Where they are.
             identity: What pages are only valid for: IDENTITY_BYTES.
-            page_bytes: The bytes of each page.
-            pieces: The pieces of its memory.
         """
         self._directory, self._identity = directory, identity
-        self._header_bytes = _HEADER.size + 4 * pieces
-        self._file_bytes = self._header_bytes + page_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -60,7 +57,7 @@ class PageFiles:
             _write_all(descriptor, [memoryview(self._header(write.digest, views)), *views])
             return not write.is_stale
 
-        return self._directory.store(self._identity + write.digest, write.parent, self._file_bytes, fill)
+        return self._directory.store(self._identity + write.digest, write.parent, _file_bytes(views), fill)
 
     def read(self, digest: bytes, parent: bytes, views: Sequence[memoryview]) -> ReadOutcome:
         """Read a page into memory, which has any contents if the outcome is not READ.
@@ -73,9 +70,9 @@ class PageFiles:
         except OSError:
             return ReadOutcome.MISSING
         try:
-            header = bytearray(self._header_bytes)
+            header = bytearray(_header_bytes(views))
             is_good = (
-                os.fstat(descriptor).st_size == self._file_bytes
+                os.fstat(descriptor).st_size == _file_bytes(views)
                 and _read_all(descriptor, [memoryview(header), *views])
                 and bytes(header) == self._header(digest, views)
             )
@@ -105,6 +102,14 @@ class PageFiles:
         """What the file of a page with these contents begins with."""
         checksums = struct.pack(f"<{len(views)}I", *map(zlib.crc32, views))
         return _HEADER.pack(_MAGIC, self._identity, digest) + checksums
+
+
+def _header_bytes(views: Sequence[memoryview]) -> int:
+    return _HEADER.size + 4 * len(views)
+
+
+def _file_bytes(views: Sequence[memoryview]) -> int:
+    return _header_bytes(views) + sum(view.nbytes for view in views)
 
 
 def _write_all(descriptor: int, views: Sequence[memoryview]) -> None:

@@ -9,7 +9,8 @@ A page is in one of three states:
 A full page is indexed by its digest: a hash chain over its own tokens and, through the digest of the page
 before it, all tokens before them and the salt. Keys and values of a token depend on exactly these, so pages
 with equal digests are interchangeable. If a page in the middle of a chain is evicted, the pages after it are
-not found until it is computed again, and are still correct then.
+not found until it is computed again, and are still correct then. A recurrent state (`states`) after the
+last token of a page depends on the same, and has a digest made of the page's.
 
 Pages are numbers. Their memory is in `tensors`, and the sequences are in `table`.
 """
@@ -38,6 +39,16 @@ def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     Raises struct.error for a token outside uint32.
     """
     return blake2b(parent + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=DIGEST_BYTES).digest()
+
+
+def state_digest(page: bytes) -> bytes:
+    """Return the digest of the recurrent state after the page of this digest: it has one byte more."""
+    return page + b"S"
+
+
+def is_state(digest: bytes) -> bool:
+    """Whether a digest is that of a state, and not of a page."""
+    return len(digest) > DIGEST_BYTES
 
 
 class OutOfPages(Exception):

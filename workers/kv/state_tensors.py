@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers import huge_pages
 
@@ -41,6 +44,19 @@ class StateTensors:
         self.tensors = [
             huge_pages.empty((num_slots, *one.shape), one.dtype, torch.device(device)) for one in shapes
         ]
+
+    def slot_views(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot on the CPU, as they are in memory: one piece for each tensor.
+
+        Writing to them writes the slot.
+        """
+        return [memoryview(one[slot]) for one in self._slot_bytes]
+
+    @cached_property
+    def _slot_bytes(self) -> list[NDArray[np.uint8]]:
+        # [slots, bytes of one] each
+        plain = (tensor.view(torch.uint8).numpy() for tensor in self.tensors)
+        return [tensor.reshape(self.num_slots, -1) for tensor in plain]
 
     def load(self, slot: int) -> list[torch.Tensor]:
         """A copy of the state in a slot: [1, ...] each."""

@@ -13,17 +13,18 @@ truncation the state is that of the last snapshot before: it is *behind* the seq
 computed again with the next forward if they are few (`MAX_BEHIND`); otherwise the sequence has to be
 replayed, as after an eviction of its pages. A prefix is reused up to a snapshot only.
 
-All slots but those of running forwards are a cache: the least recently used are taken first. Not thread-safe;
-the `KvTable` owns it. The memory is in `state_tensors`.
+All slots but those of running forwards are a cache: the least recently used are taken first. A snapshot that
+was stored on disk is read back into such a slot. Not thread-safe; the `KvTable` owns it. The memory is in
+`state_tensors`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from workers.kv.page_pool import IntegrityError
+from workers.kv.page_pool import IntegrityError, state_digest
 from workers.kv.sequence import KvSequence
 
 # In place of a slot: the state before the first token, which needs none.
@@ -85,15 +86,18 @@ class StateSlots:
         # The sequences whose forward has begun and is not done, and those of the running step.
         self._begun: set[int] = set()
         self._running: dict[int, StateRun] = {}
-        # The slots that the running step writes.
+        # The slots that the running step writes, and those into which snapshots are read.
         self._written: set[int] = set()
+        self._reading: set[int] = set()
+        # Told of the digest of each snapshot that is dropped.
+        self.on_discard: Callable[[bytes], None] | None = None
 
     # What a forward does.
 
     @property
     def room(self) -> int:
         """How many more forwards may begin."""
-        return self.num_slots // SLOTS_PER_FORWARD - len(self._begun)
+        return (self.num_slots - len(self._reading)) // SLOTS_PER_FORWARD - len(self._begun)
 
     def is_near(self, seq: KvSequence) -> bool:
         """Whether a forward can go on from the state of a sequence: it is not too far behind."""
@@ -112,14 +116,15 @@ class StateSlots:
         The slots of an earlier step that were not `appended` are free again.
         """
         self._forget_running()
-        taken = [[self._take() for _ in range(1 + self._is_behind(seq))] for seq, _ in items]
+        written = self._written
+        taken = [[self._take(written) for _ in range(1 + self._is_behind(seq))] for seq, _ in items]
         runs = []
         for (seq, count), slots in zip(items, taken, strict=True):
             source, length = self._last(seq.key), len(seq)
             ends = [length, length + count][-len(slots) :]
             borders = range(source.position // self.spacing * self.spacing, length + count, self.spacing)
             for border in borders:
-                slot = EMPTY if border <= source.position or border in ends else self._take()
+                slot = EMPTY if border <= source.position or border in ends else self._take(written)
                 if slot != EMPTY:
                     ends.append(border)
                     slots.append(slot)
@@ -131,22 +136,30 @@ class StateSlots:
             runs.append(run)
         return runs
 
-    def appended(self, seq: KvSequence) -> None:
-        """The tokens of the running step were appended to a sequence: keep what it has written."""
+    def appended(self, seq: KvSequence) -> Sequence[int]:
+        """The tokens of the running step were appended to a sequence: keep what it has written.
+
+        Returns the positions for which there is a snapshot now.
+        """
         run = self._running.pop(seq.key, None)
         if run is None:
-            return
+            return ()
         begin = run.source.position + len(run.before)
         first = next((held for held in run.writes if held.position == begin), None)
         base = first or next(iter(self._held.get(seq.key, ())), FROM_START)
         self._written.difference_update(held.slot for held in run.writes)
         self._set(seq.key, [base, run.writes[-1]])
+        snapshots = []
         for held in run.writes:
             if held.slot != EMPTY and held.position % self.spacing == 0:
-                digest = seq.digests[held.position // self._page_size - 1]
-                if digest not in self._slot_of:
-                    self._slot_of[digest], self._digest_of[held.slot] = held.slot, digest
+                self._index(held.slot, seq.digests[held.position // self._page_size - 1])
+                snapshots.append(held.position)
             self._free_if_unused(held.slot)
+        return snapshots
+
+    def _index(self, slot: int, digest: bytes) -> None:
+        if digest not in self._slot_of:
+            self._slot_of[digest], self._digest_of[slot] = slot, digest
 
     def end(self, key: int) -> None:
         """Note that a forward is done: others may take its slots."""
@@ -157,6 +170,10 @@ class StateSlots:
     def has_snapshot(self, digest: bytes) -> bool:
         """Whether there is a snapshot after the page of this digest."""
         return digest in self._slot_of
+
+    def snapshot(self, digest: bytes) -> int | None:
+        """The slot of the snapshot after the page of this digest."""
+        return self._slot_of.get(digest)
 
     def matched(self, seq: KvSequence) -> None:
         """A sequence was extended by shared pages, up to a snapshot."""
@@ -191,8 +208,30 @@ class StateSlots:
         """A page gets other contents: the snapshot after it is dropped."""
         slot = self._slot_of.pop(digest, None)
         if slot is not None:
+            if self.on_discard is not None:
+                self.on_discard(state_digest(digest))
             del self._digest_of[slot]
             self._free_if_unused(slot)
+
+    # Snapshots that are read from disk.
+
+    @property
+    def may_read(self) -> bool:
+        """Whether there is a slot for one more, and enough for running forwards."""
+        most = (self.num_slots - len(self._reading) - 1) // SLOTS_PER_FORWARD
+        return most >= max(1, len(self._begun))
+
+    def begin_read(self) -> int:
+        """A slot into which a snapshot is read, until `end_read`. Between two steps, if it `may_read`."""
+        self._forget_running()
+        return self._take(self._reading)
+
+    def end_read(self, slot: int, digest: bytes | None) -> None:
+        """The slot has the state after the page of this digest now. None: it could not be read."""
+        self._reading.discard(slot)
+        if digest is not None:
+            self._index(slot, digest)
+        self._free_if_unused(slot)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless each slot is free or used, and by whom it is said to be."""
@@ -209,7 +248,7 @@ class StateSlots:
         if EMPTY in self._digest_of:
             raise IntegrityError("a snapshot has no slot")
         for slot in self._used:
-            if not (holders[slot] or slot in self._digest_of or slot in self._written):
+            if not (holders[slot] or slot in self._digest_of or slot in self._written | self._reading):
                 raise IntegrityError(f"state slot {slot} is used by nothing")
 
     def _last(self, key: int) -> Held:
@@ -236,18 +275,22 @@ class StateSlots:
         if slot != EMPTY:
             self._used.move_to_end(slot)
 
-    def _take(self) -> int:
-        """A free slot, or the least recently used one that no running forward needs. EMPTY: there is none."""
+    def _take(self, taken: set[int]) -> int:
+        """A free slot, or the least recently used one that no running forward needs, for `taken`.
+
+        EMPTY: there is none.
+        """
         if not self._free:
+            busy = self._written | self._reading
             for slot in self._used:
-                if slot not in self._written and self._holders[slot].isdisjoint(self._begun):
+                if slot not in busy and self._holders[slot].isdisjoint(self._begun):
                     self._evict(slot)
                     break
             else:
                 return EMPTY
         slot = self._free.pop()
         self._used[slot] = None
-        self._written.add(slot)
+        taken.add(slot)
         return slot
 
     def _evict(self, slot: int) -> None:
@@ -258,8 +301,9 @@ class StateSlots:
             self._set(key, [held for held in self._held[key] if held.slot != slot])
 
     def _free_if_unused(self, slot: int) -> None:
-        is_used = self._holders[slot] or slot in self._digest_of or slot in self._written
-        if not is_used and slot in self._used:
+        is_used = self._holders[slot] or slot in self._digest_of
+        is_taken = slot in self._written or slot in self._reading
+        if not is_used and not is_taken and slot in self._used:
             del self._used[slot]
             self._free.append(slot)
 

@@ -19,24 +19,27 @@ thread of the step loop owns it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.given_experts import given_salt
 from workers.kv.disk_pages import DiskPages
 from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
-from workers.kv.page_pool import IntegrityError, PagePool, page_digest, root_digest
+from workers.kv.page_pool import (
+    DIGEST_BYTES,
+    IntegrityError,
+    PagePool,
+    is_state,
+    page_digest,
+    root_digest,
+)
 from workers.kv.page_tables import PageTables
 from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
-
-# What the gateway puts before the salt of a tenant: see `Tenant.salt` there.
-_NUMBERED_ADAPTER = re.compile(rb"a\d+/")
+from workers.kv.stored_sequences import StoredSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,8 @@ class KvTable:
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
         self._copied_pages = 0
-        # Where full pages are stored too; None: nowhere. See `store_on`.
-        self._disk: DiskPages | None = None
+        # What is on disk too; None: nothing. See `store_on`.
+        self._stored: StoredSequences | None = None
         # Running checks, to which every page is reported that a sequence gets or gives back.
         self._checks: list[IntegrityCheck] = []
         self.held = HeldPages(self._pool, self._checks)
@@ -307,8 +310,12 @@ class KvTable:
             raise ValueError(f"sequence {seq.key}: {end} tokens do not fit in the {seq.writable} reserved")
         self._extend(seq, tokens)
         self._index_pages(seq, end)
-        if self.states is not None:
-            self.states.appended(seq)
+        if self.states is not None and (snapshots := self.states.appended(seq)):
+            self._keep(seq, snapshots)
+
+    def _keep(self, seq: KvSequence, snapshots: Sequence[int]) -> None:
+        if self._stored is not None and seq.generation == self._generation:
+            self._stored.kept(seq, snapshots)
 
     def append_next(self, rows: Rows, positions: Rows, tokens: Rows) -> None:
         """As `append` of one token to each of the sequences in these rows, after `reserve_next`."""
@@ -322,7 +329,8 @@ class KvTable:
         if self.states is not None:
             for row in rows.tolist():
                 seq = self._in_row[row]
-                self.states.appended(seq)
+                if snapshots := self.states.appended(seq):
+                    self._keep(seq, snapshots)
                 self.states.end(seq.key)
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:
@@ -335,9 +343,8 @@ class KvTable:
     def _publish(self, seq: KvSequence, i: int) -> None:
         if seq.generation != self._generation:
             return
-        page, digest = seq.pages[i], seq.digests[i]
-        if self._pool.publish(page, digest) and self._disk is not None and is_lasting(seq.salt):
-            self._disk.published(page, digest, seq.digests[i - 1] if i else root_digest(seq.salt))
+        if self._pool.publish(seq.pages[i], seq.digests[i]) and self._stored is not None:
+            self._stored.indexed(seq, i)
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
@@ -410,10 +417,9 @@ class KvTable:
 
     # Pages that are on disk too.
 
-    def store_on(self, disk: DiskPages | None) -> None:
-        """Tell `disk` from now on which pages are full, and which get other contents. None: nobody."""
-        self._disk = disk
-        self._pool.on_discard = None if disk is None else disk.discarded
+    def store_on(self, disk: DiskPages) -> None:
+        """Tell `disk` from now on what is to be stored, and what gets other contents."""
+        self._stored = StoredSequences(disk, self._pool, self.states, self.page_size)
 
     def next_digests(
         self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
@@ -434,7 +440,12 @@ class KvTable:
             parent = digest
 
     def find(self, digest: bytes) -> int | None:
-        """The page of this digest, which any call may evict that is not `held.hold`. None: there is none."""
+        """The page of this digest, or the slot of this state. None: there is none.
+
+        Any call may evict it that is not `held.hold`.
+        """
+        if self.states is not None and is_state(digest):
+            return self.states.snapshot(digest[:DIGEST_BYTES])
         return self._pool.lookup(digest)
 
     def filled(self, page: int, digest: bytes) -> None:
@@ -468,8 +479,8 @@ class KvTable:
 
     def check_integrity_in_slices(self) -> Iterator[None]:
         """As `check_integrity`, in slices. The table may be used and changed between two of them."""
-        if self._disk is not None:
-            self._disk.check_integrity(self._pool.lookup)
+        if self._stored is not None:
+            self._stored.disk.check_integrity(self.find)
         check = IntegrityCheck(self._sequences, self._pool, self.page_size, self.held)
         self._checks.append(check)
         try:
@@ -487,14 +498,6 @@ class KvTable:
     def _check_owned(self, seq: KvSequence) -> None:
         if self._sequences.get(seq.key) is not seq:
             raise ValueError(f"sequence {seq.key} is not in this table")
-
-
-def is_lasting(salt: bytes) -> bool:
-    """Whether a salt has the same meaning in every process: then pages under it can be stored.
-
-    That of an adapter whose content is not known has only its number, which another one can get later.
-    """
-    return _NUMBERED_ADAPTER.match(given_salt(salt)) is None
 
 
 def _last_digest(seq: KvSequence) -> bytes:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kernels.packed_pages import SCALE_BYTES, PackedKeys, PackedValues, Pages, can_pack
 from workers import huge_pages
+from workers.kv.page_pool import is_state
 from workers.kv.state_tensors import StateTensors
 
 # Pages copied at once. Limits the temporary memory of `copy_pages`.
@@ -203,6 +204,12 @@ class KvTensors:
                 piece.index_copy_(1, destination, piece.index_select(1, source))
         if self.others is not None:
             self.others.copy_pages(pairs)
+
+    def stored_views(self, digest: bytes, number: int) -> list[memoryview]:
+        """The bytes of what has this digest, on the CPU: of a page, or of a slot for recurrent states."""
+        if self.states is not None and is_state(digest):
+            return self.states.slot_views(number)
+        return self.page_views(number)
 
     def page_views(self, page: int) -> list[memoryview]:
         """The bytes of a page on the CPU, as they are in memory: one piece for K and one for V of each layer.

@@ -34,7 +34,7 @@ def kv_identity(
     """The identity of the pages of a worker, of so many bytes.
 
     Args:
-        kv: The pages: their layout in memory is that of the files.
+        kv: The pages, and the recurrent states: their layout in memory is that of the files.
         model: What computes them.
         weights: The digest of its weights: see `weights_digest`.
         batch_invariant: Whether their bits depend on nothing but the text. Otherwise they also depend on the
@@ -44,6 +44,7 @@ def kv_identity(
     Raises OSError.
     """
     described = {name: getattr(model, name) for name in model.__slots__ if name not in _NAMES}
+    states = () if kv.states is None else kv.states.tensors
     layout = (
         sys.byteorder,
         str(kv.dtype),
@@ -51,6 +52,7 @@ def kv_identity(
         kv.page_size,
         kv.layers,
         [[type(part).__name__ for part in kv.layer(index)] for index in range(kv.num_layers)],
+        [(tuple(one.shape[1:]), str(one.dtype)) for one in states],
     )
     machine = (
         library.build_name(),
