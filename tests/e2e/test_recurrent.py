@@ -30,14 +30,16 @@ def recurrent_model(model_type: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "backend"), [("granitemoehybrid", "native"), ("olmo_hybrid", "transformers")]
+    ("model_type", "backend", "ranks"),
+    [("granitemoehybrid", "native", 1), ("kimi_linear", "native", 2), ("olmo_hybrid", "transformers", 1)],
 )
 def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
-    model_type: str, backend: str, tmp_path: Path
+    model_type: str, backend: str, ranks: int, tmp_path: Path
 ) -> None:
     """Its state is that of its last append, of a snapshot, and computed again from all tokens."""
     model = recurrent_model(model_type, tmp_path / "model")
-    with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
+    flags = [*FLAGS, "--tensor-parallel", str(ranks)]
+    with GatewayProcess(model=str(model), workers=1, flags=flags) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
         assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == backend
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
@@ -49,8 +51,9 @@ def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
             cut = pb.TruncateKVRequest(cache_id=cache, new_len=length)
             gateway.stub.TruncateKV(cut, timeout=PATIENCE_S)
             append_and_check(gateway, model, cache, text)
-        (worker,) = gateway.status().workers
-        os.kill(worker.pid, signal.SIGKILL)
+        (worker,) = gateway.worker_processes()
+        assert len(worker.children()) == ranks - 1
+        os.kill([worker, *worker.children()][-1].pid, signal.SIGKILL)
         append_and_check(gateway, model, cache, text)
 
 

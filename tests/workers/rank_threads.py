@@ -97,6 +97,8 @@ class SplitModel:
                 for layer in range(pages.num_layers):
                     for half in pages.layer(layer):
                         half.data.fill_(float("nan"))
+                for tensor in () if pages.states is None else pages.states.tensors:
+                    tensor.fill_(float("nan"))
 
         def run(rank: int) -> torch.Tensor:
             own = dataclasses.replace(inputs)

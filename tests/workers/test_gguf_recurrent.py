@@ -21,11 +21,14 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import random_texts
+from tests.workers.rank_threads import split_model
 from tests.workers.test_gguf_models import CPU, FAMILIES, TEXT, WIDE, logits
 from tests.workers.test_quantised_models import LENGTHS, add_adapters
+from tests.workers.test_quantised_ranks import assert_parts_are_those_of
+from tests.workers.test_tensor_parallel import random_lora
 from workers.executors.loading import NATIVE, load_served
 from workers.models.decoder import Decoder
-from workers.models.errors import ModelError
+from workers.models.errors import ModelError, UnsupportedError
 from workers.models.self_check import tolerance
 from workers.models.source import source_of
 
@@ -83,6 +86,42 @@ def test_a_quantised_file_computes_with_the_values_that_it_has(name: str, tmp_pa
             other, count = values[each], len(target.tensor)
             target.tensor.copy_(other.into.dense()[other.first : other.first + count])
     assert error(logits(decoder, TEXT), logits(plain, TEXT)).median() < tolerance(torch.bfloat16)
+
+
+# Those of ranks that each run compares: projections that files have in parts, and latents by heads.
+IN_RANKS = ("granite hybrid", "qwen3_next", "deepseek_v2")
+# If each key head has one value head, these are in the checkpoint's order.
+ONE_VALUE_HEAD = {name: {"linear_num_value_heads": 2} for name in ("qwen3_5", "qwen3_5 with experts")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_RANKS else pytest.mark.thorough)
+        for name in (*RECURRENT, *LATENT)
+    ],
+)
+def test_ranks_have_the_parts_of_the_whole(name: str, tmp_path: Path) -> None:
+    """And compute what it does, with an adapter or without."""
+    sizes = (_WIDE_LATENT if name in LATENT else _WIDE) | ONE_VALUE_HEAD.get(name, {})
+    file = write_gguf(tmp_path / "model.gguf", family(tmp_path / "hf", name, **sizes), MIXED)
+    whole, split = load_decoder(file, "float32"), split_model(file, 2, "float32", pack=False)
+    assert_parts_are_those_of(whole, split.models)
+    weights = random_lora(whole.lora_modules())
+    whole.allocate_lora(1, 8)
+    split.allocate_lora(1, 8)
+    whole.set_lora(0, whole.pack_lora(weights))
+    split.set_lora(0, weights)
+    for slot in (-1, 0):
+        found, expected = (logits(model, TEXT, lora_slot=slot) for model in (split, whole))
+        assert error(found, expected).median() < tolerance(torch.bfloat16)
+
+
+def test_value_heads_that_take_turns_are_not_split(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", family(tmp_path / "hf", "qwen3_5"), "f32")
+    said = "tensor_parallel = 2 must be 1 for GGUF files of this family, though not for its safetensors"
+    with pytest.raises(UnsupportedError, match=said):
+        split_model(file, 2)
 
 
 @pytest.mark.parametrize("name", ["granite hybrid", "qwen3_5", "qwen3_next"])

@@ -25,11 +25,14 @@ from tests.model_factory import (
     make_family_model,
     make_model,
 )
+from tests.recurrent import RECURRENT
 from tests.token_trees import random_tree
 from tests.workers.stepping import Worker
+from tests.workers.test_recurrent_engine import model_of, run_random_operations
 from workers.executors.memory import LoraLimits
 from workers.given_experts import GivenExperts
 from workers.models.errors import ModelError
+from workers.models.registry import FAMILIES
 from workers.operations import (
     Accept,
     AdapterSource,
@@ -173,6 +176,20 @@ def test_any_commands(name: str, layers: int, steps: int, group: RankGroup, tmp_
                 compared += 1
         assert alone.lengths() == split.lengths()
     assert compared > steps
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in ("granitemoehybrid", "qwen3_next") else pytest.mark.thorough)
+        for name in sorted(RECURRENT.keys() & FAMILIES.keys())
+    ],
+)
+def test_recurrent_states(model_type: str, group: RankGroup, tmp_path: Path) -> None:
+    """Each rank has a part of each state: after forks, cuts, verifies, and replays of what was lost."""
+    model_of(model_type).module.save_pretrained(tmp_path)
+    executor = LlmExecutor.load(tmp_path, kv_pages=PAGES, self_check=False, ranks=group)
+    run_random_operations(model_type, executor.engine)
 
 
 def test_trees_move_what_they_accept(group: RankGroup, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import FEW, SPLIT, by_turns, settings_of
+from tests.families import FEW, IN_FOUR, IN_TWO, SPLIT, by_turns, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
@@ -24,7 +24,10 @@ from workers.models.errors import UnsupportedError
 from workers.models.lora import LoraPair, LoraWeights
 
 # Biases, experts, and projections in one matrix: what is computed in each of `FEW` is compared first.
-FEWER = ("llama with biases", "mixtral", "phi3")
+FEWER = ("llama with biases", "mixtral", "phi3", "granite hybrid with experts", "jamba", "qwen3_next")
+# Recurrent layers beside attention, with groups that several ranks have; and latent attention.
+MORE = (*FEW, *FEWER[3:], "falcon_h1", "kimi_linear with latent queries")
+IN_RANKS = [(IN_FOUR, [2, 4]), (IN_TWO, [2])]
 Rows = dict[tuple[int, int], torch.Tensor]
 
 
@@ -45,7 +48,11 @@ def assert_close(
             assert (row - theirs[layer, position]).abs().max() < losses[layer], (layer, position)
 
 
-@pytest.mark.parametrize(("made", "ranks"), by_turns(SPLIT, [2, 4], FEW), indirect=["made"])
+@pytest.mark.parametrize(
+    ("made", "ranks"),
+    [one for names, ranks in IN_RANKS for one in by_turns(names, ranks, MORE)],
+    indirect=["made"],
+)
 def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
     """Logits and hidden states, in shared batches of random chunks.
 
@@ -62,7 +69,7 @@ def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
     assert_close(directory, texts, found, expected)
 
 
-@pytest.mark.parametrize("made", ["llama with biases", "olmo2", "mixtral"], indirect=True)
+@pytest.mark.parametrize("made", ["llama with biases", "olmo2", "mixtral", "qwen3_next"], indirect=True)
 def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
     _, directory = made
     texts = random_texts(2, (50,))
@@ -101,10 +108,15 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: s
     """With 4 ranks too: their terms are added in one order."""
     need_compiled()
     name, directory = made
-    assert_same_bits(split_model(directory, 4, dtype), random_texts(2, (1, 40, 90)), name)
+    ranks = 4 if name in IN_FOUR else 2
+    assert_same_bits(split_model(directory, ranks, dtype), random_texts(2, (1, 40, 90)), name)
 
 
-@pytest.mark.parametrize(("made", "ranks"), by_turns(SPLIT, [2, 4], FEWER), indirect=["made"])
+@pytest.mark.parametrize(
+    ("made", "ranks"),
+    [one for names, ranks in IN_RANKS for one in by_turns(names, ranks, FEWER)],
+    indirect=["made"],
+)
 def test_adapters(made: tuple[str, Path], ranks: int) -> None:
     """Each rank has the rows or columns of A and B that belong to its part of a projection."""
     _, directory = made
@@ -154,6 +166,30 @@ def random_lora(modules: Mapping[str, tuple[int, int]]) -> LoraWeights:
             "num_key_value_heads",
         ),
         ("qwen3_moe", {"moe_intermediate_size": 50}, 4, "intermediate size of an expert, which is 50"),
+        ("lfm2", {}, 8, "divide the model's num_attention_heads, which is 4: use one of 1, 2, 4$"),
+        ("lfm2", {}, 3, "divide the model's hidden_size, which is 64"),
+        ("jamba", {}, 3, "divide the model's width of recurrent layers, which is 128"),
+        (
+            "qwen3_next",
+            {},
+            4,
+            "divide the model's key heads of recurrent layers, which is 2: use one of 1, 2$",
+        ),
+        ("nemotron_h", {}, 4, "divide the model's heads of recurrent layers, which is 6"),
+        ("bamba", {}, 4, "divide the model's groups of recurrent layers, which is 2"),
+        (
+            "falcon_h1",
+            {
+                "mamba_n_groups": 4,
+                "mamba_n_heads": 12,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 6,
+                "hidden_size": 96,
+                "mamba_d_ssm": 192,
+            },
+            6,
+            "groups of recurrent layers, which is 4, or be a multiple",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(

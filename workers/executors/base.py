@@ -229,7 +229,7 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         supports_native_unified_decode=engine.takes_trees,
         page_size_tokens=kv.page_size,
         bytes_per_page=kv.bytes_per_page,
-        bytes_per_state=0 if kv.states is None else kv.states.bytes_per_state,
+        bytes_per_state=kv.bytes_per_state,
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
         supports_token_trees=engine.takes_trees,
         supports_hidden_states=engine.runner.has_hidden_states,

@@ -22,7 +22,7 @@ from workers.executors.replacement import Served
 from workers.kv.sizing import choose_num_pages
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
-from workers.models.model import Model, ModelDescription, page_bytes
+from workers.models.model import Model, ModelDescription, state_sizes
 from workers.operations import AdapterSource
 from workers.runners.base import DeviceLostError, Runner
 from workers.runners.tensor_parallel import RankedLora, RankGroup
@@ -158,12 +158,14 @@ def ranked_pages(
     max_seq_len, step = description.max_seq_len, dataclasses.asdict(limits)
     if model.device.type != "cuda":
         # The ranks share the memory.
-        num_pages = choose_num_pages(kv_pages, ranks.ranks * page_bytes(model, kv_dtype))
+        own = state_sizes(model, kv_dtype)
+        per_page, fixed = ranks.ranks * own.bytes_per_page, ranks.ranks * own.fixed_bytes
+        num_pages = choose_num_pages(kv_pages, per_page, fixed)
     else:
         sizes = {"max_seq_len": max_seq_len, "vocab_size": description.vocab_size}
         with ranks.asking("count_pages", kv_pages=kv_pages, limits=step, **sizes) as answers:
-            own = gpu_num_pages(model, kv_pages, limits, **sizes)
-            num_pages = min(own, *(answer["pages"] for answer in answers()))
+            own_pages = gpu_num_pages(model, kv_pages, limits, **sizes)
+            num_pages = min(own_pages, *(answer["pages"] for answer in answers()))
     told = {"pages": num_pages, "limits": step, "max_seq_len": max_seq_len, "kv_dtype": kv_dtype}
     with ranks.asking("allocate_pages", **told):
         kv = allocate_pages(model, num_pages, kv_dtype)

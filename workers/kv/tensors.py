@@ -158,6 +158,13 @@ class KvTensors:
         )
         return own_bytes if self.others is None else own_bytes * self.others.ranks
 
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of a recurrent state on all ranks; 0: there are none."""
+        if self.states is None:
+            return 0
+        return self.states.bytes_per_state * (1 if self.others is None else self.others.ranks)
+
     @staticmethod
     def page_bytes(
         layers: Sequence[LayerKv], *, page_size: int, dtype: torch.dtype, quantised: bool = False

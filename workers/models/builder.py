@@ -256,28 +256,36 @@ class _Parts:
     def _latent_attention(self, index: int) -> LatentAttention:
         config, sizes, place = self._config, self._config.latent, f"model.layers.{index}.self_attn."
         assert sizes is not None
-        heads, width, bias = config.num_attention_heads, config.hidden_size, config.attention_bias
-        queries, shared = heads * (sizes.plain + sizes.rotated), sizes.latent + sizes.rotated
-        query, first = None, {"q_proj": Slice.whole(queries, width)}
+        width, bias = config.hidden_size, config.attention_bias
+        shared, own = sizes.latent + sizes.rotated, self._shard.heads
+
+        def of_heads(size: int, inputs: int) -> Slice:
+            """Rows of each head: this rank has those of its own heads."""
+            return Slice((config.num_attention_heads * size, inputs), (scaled(own, size),), range(inputs))
+
+        queries = sizes.plain + sizes.rotated
+        query, first = None, {"q_proj": of_heads(queries, width)}
         if sizes.query_latent is not None:
-            second = {"q_b_proj": Slice.whole(queries, sizes.query_latent)}
+            second = {"q_b_proj": of_heads(queries, sizes.query_latent)}
             query = self._norm_weight(sizes.query_latent), self._linear(place, second, bias=False)
             first = {"q_a_proj": Slice.whole(sizes.query_latent, width)}
-        key_value = {"kv_b_proj": Slice.whole(heads * (sizes.plain + sizes.value), sizes.latent)}
-        inner = heads * sizes.value
+        key_value = {"kv_b_proj": of_heads(sizes.plain + sizes.value, sizes.latent)}
+        inner = config.num_attention_heads * sizes.value
         return LatentAttention(
             config,
-            sizes,
+            self._shard,
             index,
             into=self._linear(place, first | {"kv_a_proj_with_mqa": Slice.whole(shared, width)}, bias=bias),
             query=query,
             key_value=self._linear(place, key_value, bias=False),
-            output=self._back(place, "o_proj", inner, range(inner), bias=config.attention_output_bias),
+            output=self._back(
+                place, "o_proj", inner, scaled(own, sizes.value), bias=config.attention_output_bias
+            ),
             latent_norm=self._norm_weight(sizes.latent),
         )
 
     def _recurrent(self, index: int) -> RecurrentMixer:
-        parts = mixer_parts(self._config)
+        parts = mixer_parts(self._config, self._shard)
         place = f"model.layers.{index}.{parts.place}"
         return parts.make(
             into=self._linear(place, parts.into, bias=parts.bias, stored=parts.stored, factors=parts.factors),
@@ -285,12 +293,12 @@ class _Parts:
                 place,
                 parts.output,
                 parts.inner,
-                range(parts.inner),
+                self._shard.part(parts.inner),
                 bias=parts.output_bias,
                 inputs=parts.inputs,
                 multiplier=self._config.multipliers.mixer,
             ),
-            parameters={name: self.empty(*shape) for name, shape in parts.parameters.items()},
+            parameters={name: (part, self.empty(*part.own_shape)) for name, part in parts.parameters.items()},
             within={
                 name: self._linear(place, {name: part}, bias=False) for name, part in parts.within.items()
             },
@@ -390,7 +398,9 @@ class _Parts:
             {name: Slice.whole(*shape)}
             for name, shape in zip(names.latent, ((size, width), (width, size)), strict=True)
         )
-        return self._linear(place, into, bias=bias), self._linear(place, back, bias=bias)
+        # What the ranks return is added up: one adds the bias.
+        back_bias = bias and self._shard.is_first
+        return self._linear(place, into, bias=bias), self._linear(place, back, bias=back_bias)
 
     def _experts(self, layer: int, index: int) -> Experts:
         """Those of a layer, which has the number `index` among those with experts."""

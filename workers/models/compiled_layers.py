@@ -127,6 +127,7 @@ def _can_compile_body(body: Body, *, is_split: bool) -> bool:
         and not (isinstance(body, RecurrentMixer) and body.within)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (is_split and isinstance(body, Attention) and body.row_norms is not None)
+        and not (isinstance(body, Mamba2) and body.norm_group is not None)
         and all(matrix.weight.compiled is not None for matrix in (body.into, body.output))
         and (not isinstance(body, Attention) or can_pack_width(body.config.head_dim))
     )

@@ -27,9 +27,9 @@ from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope_reference
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
-from workers.models.latent_settings import LatentConfig
 from workers.models.layers import ForwardContext, Projected
 from workers.models.linear import Linear, LoadTarget
+from workers.models.shard import Shard
 
 # Of the norms of latents, whatever the config says of the others.
 _EPS = 1e-6
@@ -45,7 +45,7 @@ class LatentAttention(Projected):
     def __init__(
         self,
         config: ModelConfig,
-        sizes: LatentConfig,
+        shard: Shard,
         index: int,
         *,
         into: Linear,
@@ -58,7 +58,7 @@ class LatentAttention(Projected):
 
         Args:
             config: The model.
-            sizes: The widths.
+            shard: The part of it whose heads these are.
             index: The number of the layer.
             into: [Q + L + R, C]; or [H * (N + R) + L + R, C] if queries have no latent.
             query: The norm of the queries' latent [Q], and [H * (N + R), Q]; None: queries have no latent.
@@ -72,7 +72,8 @@ class LatentAttention(Projected):
         self._is_mtp_head = index == config.num_hidden_layers
         self._query = query
         self._key_value, self._latent_norm = key_value, latent_norm
-        self._config, self._sizes, self._heads = config, sizes, config.num_attention_heads
+        assert config.latent is not None
+        self._config, self._sizes, self._heads = config, config.latent, len(shard.heads)
         self._rope = config.layers[index].rope
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:

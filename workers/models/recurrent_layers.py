@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +24,39 @@ from workers.kv.state_tensors import StateShape
 from workers.models.layers import Attention, Body, ForwardContext, Projected, Several
 from workers.models.linear import Linear, LoadTarget
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config
+from workers.models.shard import Group, Slice, normalise_rows
 
 # What the names of parameters of decays begin with in Kimi Linear.
 FORGET = "forget_gate."
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A tensor of a recurrent layer that is no projection, and the part of it that a rank has.
+
+    Attributes:
+        shape: In the checkpoint.
+        rows: The rank's, in the first dimension, in ranges that are next to each other there.
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[range, ...]
+
+    @classmethod
+    def whole(cls, *shape: int) -> Parameter:
+        """One that each rank has."""
+        return cls(shape, (range(shape[0]),))
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """That of the part."""
+        return sum(map(len, self.rows)), *self.shape[1:]
+
+    def target(self, tensor: torch.Tensor) -> LoadTarget:
+        """Where the part is written: a tensor of its shape."""
+        # Whole in the dimensions after the first.
+        taken = Slice((self.shape[0], 1), self.rows, range(max(self.shape)))
+        return LoadTarget(DenseWeight(tensor), self.shape, taken=taken)
 
 
 class RecurrentMixer(Projected):
@@ -41,7 +72,7 @@ class RecurrentMixer(Projected):
         *,
         into: Linear,
         output: Linear,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, tuple[Parameter, torch.Tensor]],
         within: Mapping[str, Linear],
         is_last: bool,
     ) -> None:
@@ -51,13 +82,15 @@ class RecurrentMixer(Projected):
             place: What the names of all begin with in a layer of a checkpoint.
             into: [P, C].
             output: [C, I].
-            parameters: The others, in the shapes and under the names of a checkpoint, without `place`.
+            parameters: The others and their memory, by the names of a checkpoint, without `place`.
             within: Projections that `mix` needs, by their names in a checkpoint.
             is_last: See `Projected`.
         """
         super().__init__(place, into, output, within.values(), is_last=is_last)
         self.states = range(0)
-        self.parameters, self.within = parameters, within
+        self.parameters = {name: tensor for name, (_, tensor) in parameters.items()}
+        self.within = within
+        self._targets = {name: parameter.target(tensor) for name, (parameter, tensor) in parameters.items()}
 
     @property
     @abstractmethod
@@ -72,8 +105,8 @@ class RecurrentMixer(Projected):
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         yield from super().targets(prefix)
-        for name, tensor in self.parameters.items():
-            yield f"{prefix}{self.place}{name}", LoadTarget(DenseWeight(tensor), tuple(tensor.shape))
+        for name, target in self._targets.items():
+            yield f"{prefix}{self.place}{name}", target
 
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """See `Projected`. Writes the states that are kept."""
@@ -114,6 +147,8 @@ class Scan(RecurrentMixer):
 
     # What the names of parameters of decays begin with, and that of the norm.
     _decays = _norm = ""
+    # Those of this rank among the decays of heads that it has read.
+    _own_decays = slice(None)
 
     def __init__(
         self,
@@ -162,7 +197,7 @@ class Scan(RecurrentMixer):
         return {
             "taps": self._taps,
             "dt_bias": named[f"{self._decays}dt_bias"].float(),
-            "decays": -torch.exp(named[f"{self._decays}A_log"].float()).flatten(),
+            "decays": -torch.exp(named[f"{self._decays}A_log"].float()).flatten()[self._own_decays],
             "norm": named.get(f"{self._norm}norm.weight"),
             "eps": self._eps,
         }
@@ -176,6 +211,11 @@ class Mamba1(Scan):
     """
 
     _config: Mamba1Config
+
+    def __init__(self, place: str, config: Mamba1Config, *, group: Group | None, **more: Any) -> None:
+        """As `Scan`; `group`: the ranks that have a part of the channels each."""
+        super().__init__(place, config, **more)
+        self._group = group
 
     @property
     def _head_state(self) -> tuple[int, int]:
@@ -198,7 +238,10 @@ class Mamba1(Scan):
         raw, gates = projected.chunk(2, dim=1)  # [T, I] each
         x = silu_conv(raw, self._taps, self.parameters.get("conv1d.bias"), states[0], context.states)
         sizes = [self._config.rank, *[self._config.state_width] * 2]
-        parts = torch.split(self.within["x_proj"](x, slots, batch_invariant=invariant), sizes, dim=1)
+        mixed = self.within["x_proj"](x, slots, batch_invariant=invariant)
+        if self._group is not None:
+            mixed = self._group.sum(mixed)
+        parts = torch.split(mixed, sizes, dim=1)
         steps, *others = (
             rms_norm(part.contiguous(), self.parameters[f"{name}_layernorm.weight"], self._eps)
             for name, part in zip(("dt", "b", "c"), parts, strict=True)
@@ -217,26 +260,40 @@ class Mamba2(Scan):
 
     _config: Mamba2Config
 
+    def __init__(self, place: str, config: Mamba2Config, *, norm_group: Group | None, **more: Any) -> None:
+        """As `Scan`; `norm_group`: the ranks that have a part each of what is normalised together.
+
+        None: none is divided.
+        """
+        super().__init__(place, config, **more)
+        self.norm_group = norm_group
+
     @property
     def _head_state(self) -> tuple[int, int]:
         return self._config.state_width, self._config.head_width
 
     @cached_property
     def weights(self) -> Mamba2Weights:
+        shared = self._shared_weights()
+        if self.norm_group is not None:
+            shared["norm"] = None  # `mix` normalises what the kernel returns
         return Mamba2Weights(
             bias=self.parameters.get("conv1d.bias"),
             direct=self.parameters["D"].float(),
             groups=self._config.groups,
             state_width=self._config.state_width,
             least_step=self._config.least_step,
-            **self._shared_weights(),
+            **shared,
         )
 
     def mix(
         self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
         assert context.states is not None
-        return mamba2(projected, self.weights, states[0], states[1], context.states)
+        mixed = mamba2(projected, self.weights, states[0], states[1], context.states)
+        if self.norm_group is not None:
+            normalise_rows([(mixed, self.parameters["norm.weight"])], self.norm_group, self._eps)
+        return mixed
 
 
 class GatedDelta(Scan):
@@ -277,6 +334,11 @@ class KimiDelta(GatedDelta):
     """
 
     _decays, _norm = FORGET, "o_"
+
+    def __init__(self, place: str, config: GatedDeltaConfig, *, heads: range, **more: Any) -> None:
+        """As `Scan`; `heads`: those of this rank. A_log is that of all."""
+        super().__init__(place, config, **more)
+        self._own_decays = slice(heads.start, heads.stop)
 
     @property
     def _convolutions(self) -> Sequence[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, chain
 
 from workers.models.config import ModelConfig
 from workers.models.multipliers import factors
@@ -17,25 +18,26 @@ from workers.models.recurrent_layers import (
     KimiDelta,
     Mamba1,
     Mamba2,
+    Parameter,
     RecurrentMixer,
     ShortConv,
 )
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config, ShortConvConfig
-from workers.models.shard import Slice
+from workers.models.shard import Shard, Slice, row_parts, scaled
 
 
 @dataclass(frozen=True, slots=True)
 class MixerParts:
-    """The parts of each recurrent layer.
+    """The parts of each recurrent layer, or of a rank's part of it.
 
     Attributes:
         place: What the names of all begin with in a layer of a checkpoint.
         into: Its projections of the hidden width, by name.
-        inner: The width from which the output projects back.
+        inner: The width from which the output projects back, on all ranks. Each has an even part of it.
         bias: The projections of the hidden width have a bias.
         output_bias: That back to it has one.
         factors: What the outputs of the projections of the hidden width are multiplied by; see `Linear`.
-        parameters: The shapes of the other tensors, by name.
+        parameters: The other tensors, by name.
         make: The layer, of what `RecurrentMixer` takes, but for its place.
         stored: The projections as files have them, and the order of the inputs of `out_proj` in them, where
             that is not the model's own checkpoint; see `Linear`.
@@ -49,7 +51,7 @@ class MixerParts:
     inner: int
     bias: bool
     output_bias: bool
-    parameters: Mapping[str, tuple[int, ...]]
+    parameters: Mapping[str, Parameter]
     make: Callable[..., RecurrentMixer]
     stored: Mapping[str, Slice] | None = None
     inputs: tuple[range, ...] = ()
@@ -58,130 +60,168 @@ class MixerParts:
     output: str = "out_proj"
 
 
-def mixer_parts(config: ModelConfig) -> MixerParts:
+def mixer_parts(config: ModelConfig, shard: Shard) -> MixerParts:
     """Those of a model with recurrent layers."""
-    sizes, width, place = config.recurrent, config.hidden_size, f"{config.family.recurrent_place}."
+    sizes, place = config.recurrent, f"{config.family.recurrent_place}."
     if isinstance(sizes, ShortConvConfig):
-        return _short_conv(place, sizes, width)
+        return _short_conv(place, sizes, config, shard)
     if isinstance(sizes, Mamba2Config):
-        return _mamba2(place, sizes, config)
+        return _mamba2(place, sizes, config, shard)
     if isinstance(sizes, Mamba1Config):
-        return _mamba1(place, sizes, config)
+        return _mamba1(place, sizes, config, shard)
     assert sizes is not None
     if sizes.is_wide:
-        return _kimi_delta(place, sizes, config)
-    parts = _gated_delta(place, sizes, width, config.rms_norm_eps, config.family.recurrent_names)
-    return _as_in_gguf(parts, sizes, config) if config.gguf_layout else parts
+        return _kimi_delta(place, sizes, config, shard)
+    own_keys = shard.part(sizes.key_heads)
+    parts = _gated_delta(place, sizes, config, own_keys)
+    return _as_in_gguf(parts, sizes, config, own_keys) if config.gguf_layout else parts
 
 
-def _short_conv(place: str, sizes: ShortConvConfig, width: int) -> MixerParts:
-    shapes: dict[str, tuple[int, ...]] = {"conv.weight": (width, 1, sizes.taps)}
+def _short_conv(place: str, sizes: ShortConvConfig, config: ModelConfig, shard: Shard) -> MixerParts:
+    width = config.hidden_size
+    own = shard.part(width)
+    parameters = {"conv.weight": Parameter((width, 1, sizes.taps), (own,))}
     if sizes.bias:
-        shapes["conv.bias"] = (width,)
-    into = {"in_proj": Slice.whole(3 * width, width)}
-    return MixerParts(place, into, width, sizes.bias, sizes.bias, shapes, partial(ShortConv, place))
+        parameters["conv.bias"] = Parameter((width,), (own,))
+    into = {"in_proj": Slice((3 * width, width), row_parts([width] * 3, [own] * 3), range(width))}
+    return MixerParts(place, into, width, sizes.bias, sizes.bias, parameters, partial(ShortConv, place))
 
 
-def _mamba2(place: str, sizes: Mamba2Config, config: ModelConfig) -> MixerParts:
-    shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
+def _mamba2(place: str, sizes: Mamba2Config, config: ModelConfig, shard: Shard) -> MixerParts:
+    width, state = config.hidden_size, sizes.groups * sizes.state_width
+    heads, groups = shard.part(sizes.heads), shard.part_or_copy(sizes.groups)
+    inner, states = scaled(heads, sizes.head_width), scaled(groups, sizes.state_width)
+    # Gates, and what the convolution has: inputs, B and C; and steps.
+    counts, own = (*[sizes.inner] * 2, *[state] * 2, sizes.heads), (*[inner] * 2, *[states] * 2, heads)
+    convolved = row_parts(counts[1:4], own[1:4])
+    parameters = {"conv1d.weight": Parameter((sizes.convolved, 1, sizes.taps), convolved)}
     if sizes.conv_bias:
-        shapes["conv1d.bias"] = (sizes.convolved,)
-    shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (sizes.heads,))
+        parameters["conv1d.bias"] = Parameter((sizes.convolved,), convolved)
+    parameters |= dict.fromkeys(("dt_bias", "A_log", "D"), Parameter((sizes.heads,), (heads,)))
     if sizes.has_norm:
-        shapes["norm.weight"] = (sizes.inner,)
-    counts = (*[sizes.inner] * 2, *[sizes.groups * sizes.state_width] * 2, sizes.heads)
+        parameters["norm.weight"] = Parameter((sizes.inner,), (inner,))
+    is_shared = sizes.has_norm and len(groups) * shard.ranks > sizes.groups
     return MixerParts(
         place,
-        {"in_proj": Slice.whole(sum(counts), config.hidden_size)},
+        {"in_proj": Slice((sum(counts), width), row_parts(counts, own), range(width))},
         sizes.inner,
         sizes.bias,
         sizes.output_bias,
-        shapes,
-        partial(Mamba2, place, sizes, eps=config.rms_norm_eps),
-        factors=factors(counts, config.multipliers.mixed),
+        parameters,
+        partial(
+            Mamba2,
+            place,
+            replace(sizes, heads=len(heads), groups=len(groups)),
+            eps=config.rms_norm_eps,
+            norm_group=shard.group if is_shared else None,
+        ),
+        factors=factors([*map(len, own)], config.multipliers.mixed),
     )
 
 
-def _mamba1(place: str, sizes: Mamba1Config, config: ModelConfig) -> MixerParts:
-    inner, state = sizes.inner, sizes.state_width
-    shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (inner, 1, sizes.taps)}
+def _mamba1(place: str, sizes: Mamba1Config, config: ModelConfig, shard: Shard) -> MixerParts:
+    inner, state, width = sizes.inner, sizes.state_width, config.hidden_size
+    own = shard.part(inner)
+    parameters = {"conv1d.weight": Parameter((inner, 1, sizes.taps), (own,))}
     if sizes.conv_bias:
-        shapes["conv1d.bias"] = (inner,)
-    shapes |= {"dt_proj.bias": (inner,), "A_log": (inner, state), "D": (inner,)}
+        parameters["conv1d.bias"] = Parameter((inner,), (own,))
+    parameters |= dict.fromkeys(("dt_proj.bias", "D"), Parameter((inner,), (own,)))
+    parameters["A_log"] = Parameter((inner, state), (own,))
     widths = {"dt": sizes.rank, "b": state, "c": state}
-    shapes |= {f"{name}_layernorm.weight": (width,) for name, width in widths.items()}
+    parameters |= {f"{name}_layernorm.weight": Parameter.whole(size) for name, size in widths.items()}
+    count = sum(widths.values())
     return MixerParts(
         place,
-        {"in_proj": Slice.whole(2 * inner, config.hidden_size)},
+        {"in_proj": Slice((2 * inner, width), row_parts([inner] * 2, [own] * 2), range(width))},
         inner,
         sizes.bias,
         sizes.bias,
-        shapes,
-        partial(Mamba1, place, sizes, eps=config.rms_norm_eps),
+        parameters,
+        partial(Mamba1, place, replace(sizes, inner=len(own)), eps=config.rms_norm_eps, group=shard.group),
         within={
-            "x_proj": Slice.whole(sum(widths.values()), inner),
-            "dt_proj": Slice.whole(inner, sizes.rank),
+            "x_proj": Slice((count, inner), (range(count),), own),
+            "dt_proj": Slice((inner, sizes.rank), (own,), range(sizes.rank)),
         },
     )
 
 
-def _gated_delta(
-    place: str, sizes: GatedDeltaConfig, width: int, eps: float, names: Sequence[str]
-) -> MixerParts:
-    shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
-    shapes |= dict.fromkeys(("dt_bias", "A_log"), (sizes.heads,))
-    shapes["norm.weight"] = (sizes.head_width,)
-    into = _projections(sizes, width, names)
-    make = partial(GatedDelta, place, sizes, eps=eps)
-    return MixerParts(place, into, sizes.inner, False, False, shapes, make)
+def _gated_delta(place: str, sizes: GatedDeltaConfig, config: ModelConfig, own_keys: range) -> MixerParts:
+    """`own_keys`: the key heads of this rank."""
+    heads = scaled(own_keys, sizes.heads // sizes.key_heads)
+    keys, values = scaled(own_keys, sizes.key_width), scaled(heads, sizes.head_width)
+    convolved = row_parts(sizes.convolved_parts, [keys, keys, values])
+    parameters = {"conv1d.weight": Parameter((sizes.convolved, 1, sizes.taps), convolved)}
+    parameters |= dict.fromkeys(("dt_bias", "A_log"), Parameter((sizes.heads,), (heads,)))
+    parameters["norm.weight"] = Parameter.whole(sizes.head_width)
+    into = _projections(sizes, config.hidden_size, config.family.recurrent_names, own_keys)
+    own = replace(sizes, key_heads=len(own_keys), heads=len(heads))
+    make = partial(GatedDelta, place, own, eps=config.rms_norm_eps)
+    return MixerParts(place, into, sizes.inner, False, False, parameters, make)
 
 
-def _kimi_delta(place: str, sizes: GatedDeltaConfig, config: ModelConfig) -> MixerParts:
-    inner, width = sizes.inner, sizes.head_width
-    shapes: dict[str, tuple[int, ...]] = {f"{name}_conv1d.weight": (inner, 1, sizes.taps) for name in "qkv"}
-    shapes |= {f"{FORGET}dt_bias": (inner,), f"{FORGET}A_log": (1, 1, sizes.heads, 1)}
-    shapes["o_norm.weight"] = (width,)
-    rows = {f"{name}_proj": inner for name in "qkv"}
-    rows |= {f"{FORGET}f_a_proj": width, "g_a_proj": width, "b_proj": sizes.heads}
+def _kimi_delta(place: str, sizes: GatedDeltaConfig, config: ModelConfig, shard: Shard) -> MixerParts:
+    inner, width, hidden = sizes.inner, sizes.head_width, config.hidden_size
+    heads = shard.part(sizes.heads)
+    own = scaled(heads, width)
+    conv = Parameter((inner, 1, sizes.taps), (own,))
+    parameters = {f"{name}_conv1d.weight": conv for name in "qkv"}
+    parameters |= {
+        f"{FORGET}dt_bias": Parameter((inner,), (own,)),
+        f"{FORGET}A_log": Parameter.whole(1, 1, sizes.heads, 1),
+        "o_norm.weight": Parameter.whole(width),
+    }
+    into = {f"{name}_proj": Slice((inner, hidden), (own,), range(hidden)) for name in "qkv"}
+    into |= {name: Slice.whole(width, hidden) for name in (f"{FORGET}f_a_proj", "g_a_proj")}
+    into["b_proj"] = Slice((sizes.heads, hidden), (heads,), range(hidden))
     within = (f"{FORGET}f_b_proj", "g_b_proj")
+    rank_sizes = replace(sizes, key_heads=len(heads), heads=len(heads))
     return MixerParts(
         place,
-        {name: Slice.whole(count, config.hidden_size) for name, count in rows.items()},
+        into,
         inner,
         False,
         False,
-        shapes,
-        partial(KimiDelta, place, sizes, eps=config.rms_norm_eps),
-        within={name: Slice.whole(inner, width) for name in within},
+        parameters,
+        partial(KimiDelta, place, rank_sizes, eps=config.rms_norm_eps, heads=heads),
+        within={name: Slice((inner, width), (own,), range(width)) for name in within},
         output="o_proj",
     )
 
 
-def _projections(sizes: GatedDeltaConfig, width: int, names: Sequence[str]) -> dict[str, Slice]:
-    """Those of a checkpoint, by `Family.recurrent_names`, in the kernels' order."""
-    values = sizes.inner // sizes.key_heads
-    query, key, value, gate = _interleaved(
-        (sizes.key_width, sizes.key_width, values, values), sizes.key_heads
-    )
-    beta, step = _interleaved((sizes.heads // sizes.key_heads,) * 2, sizes.key_heads)
-    qkvz, ba = (*gate, *query, *key, *value), (*beta, *step)
-    gates, convolved, one = range(sizes.inner), range(sizes.convolved), range(sizes.heads)
-    rows: Sequence[tuple[range, ...]] = {
-        2: (qkvz, ba),
-        3: ((gates,), (convolved,), ba),
-        4: ((gates,), (convolved,), (one,), (one,)),
+def _projections(
+    sizes: GatedDeltaConfig, width: int, names: Sequence[str], own_keys: range
+) -> dict[str, Slice]:
+    """Those of a checkpoint, by `Family.recurrent_names`, with the rows of a rank in the kernels' order."""
+    of_each = sizes.heads // sizes.key_heads
+    values = of_each * sizes.head_width
+    heads = scaled(own_keys, of_each)
+    query, key, value, gate = _interleaved((*[sizes.key_width] * 2, values, values), own_keys)
+    ba = 2 * sizes.heads, tuple(chain(*_interleaved((of_each, of_each), own_keys)))
+    gates = sizes.inner, (scaled(heads, sizes.head_width),)
+    own = [*[scaled(own_keys, sizes.key_width)] * 2, scaled(heads, sizes.head_width)]
+    convolved = sizes.convolved, row_parts(sizes.convolved_parts, own)
+    one = sizes.heads, (heads,)
+    rows: Sequence[tuple[int, tuple[range, ...]]] = {
+        2: ((sizes.inner + sizes.convolved, (*gate, *query, *key, *value)), ba),
+        3: (gates, convolved, ba),
+        4: (gates, convolved, one, one),
     }[len(names)]
     return {
-        name: Slice((sum(map(len, own)), width), own, range(width))
-        for name, own in zip(names, rows, strict=True)
+        name: Slice((count, width), taken, range(width))
+        for name, (count, taken) in zip(names, rows, strict=True)
     }
 
 
-def _as_in_gguf(parts: MixerParts, sizes: GatedDeltaConfig, config: ModelConfig) -> MixerParts:
+def _as_in_gguf(
+    parts: MixerParts, sizes: GatedDeltaConfig, config: ModelConfig, own_keys: range
+) -> MixerParts:
     """The parts with the tensors of a GGUF file; adapters are still those of a checkpoint."""
     family, width = config.family, config.hidden_size
     if not family.gguf_tiled:
-        return replace(parts, stored=_projections(sizes, width, family.gguf_recurrent_names))
+        stored = _projections(sizes, width, family.gguf_recurrent_names, own_keys)
+        return replace(parts, stored=stored)
+    if sizes.heads == sizes.key_heads:
+        return parts  # the order is the same
     inner, one, before = _tiled(sizes, sizes.head_width), _tiled(sizes, 1), sizes.convolved - sizes.inner
     values = [range(before + rows.start, before + rows.stop) for rows in inner]
     rows = (inner, (range(before), *values), one, one)
@@ -200,10 +240,10 @@ def _tiled(sizes: GatedDeltaConfig, width: int) -> tuple[range, ...]:
     return tuple(range(head * width, (head + 1) * width) for head in heads)
 
 
-def _interleaved(sizes: Sequence[int], groups: int) -> list[tuple[range, ...]]:
+def _interleaved(sizes: Sequence[int], groups: range) -> list[tuple[range, ...]]:
     """The rows of each part of a matrix that has groups, each with these parts one after the other."""
-    stride, found, first = sum(sizes), [], 0
-    for size in sizes:
-        found.append(tuple(range(at, at + size) for at in range(first, groups * stride, stride)))
-        first += size
-    return found
+    stride, starts = sum(sizes), accumulate(sizes, initial=0)
+    return [
+        tuple(range(group * stride + first, group * stride + first + size) for group in groups)
+        for first, size in zip(starts, sizes, strict=False)
+    ]

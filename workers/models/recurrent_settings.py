@@ -124,7 +124,12 @@ class GatedDeltaConfig:
     @property
     def convolved(self) -> int:
         """The width of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_width + self.inner
+        return sum(self.convolved_parts)
+
+    @property
+    def convolved_parts(self) -> tuple[int, int, int]:
+        """Those of queries, keys and values."""
+        return self.key_heads * self.key_width, self.key_heads * self.key_width, self.inner
 
 
 RecurrentConfig = ShortConvConfig | Mamba1Config | Mamba2Config | GatedDeltaConfig

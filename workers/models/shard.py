@@ -3,7 +3,8 @@
 Projections into heads and intermediate widths are split by their rows, those back to the hidden width by
 their columns: each rank then has a term of a sum. Query heads are split evenly, and key-value heads too; if
 there are fewer of these than ranks, each is on several ranks. Embedding and head are split by vocabulary.
-Norms and routers are on every rank. Does not know processes.
+Recurrent layers are split by heads or channels. Norms, routers and latents are on every rank. Does not know
+processes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import torch
 from kernels.rms_norm import rms_norm
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
+from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, ShortConvConfig
+
+# As the setting allows.
+_MOST_RANKS = 64
 
 
 class Group(Protocol):
@@ -94,17 +99,21 @@ class Shard:
         """The shard of `group.rank`. Raises UnsupportedError; see `check_split`."""
         rank, ranks = _place(group)
         check_split(config, ranks)
-        copies = max(1, ranks // config.num_key_value_heads)
         rows = -(-config.vocab_size // ranks)
         first = min(rank * rows, config.vocab_size)
         return cls(
             group,
             heads=_part(config.num_attention_heads, rank, ranks),
-            kv_heads=_part(config.num_key_value_heads, rank // copies, ranks // copies),
-            kv_copies=copies,
+            kv_heads=_part_or_copy(config.num_key_value_heads, rank, ranks),
+            kv_copies=max(1, ranks // config.num_key_value_heads),
             vocabulary=range(first, min(first + rows, config.vocab_size)),
             vocabulary_rows=rows,
         )
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return 1 if self.group is None else self.group.ranks
 
     @property
     def is_first(self) -> bool:
@@ -114,6 +123,13 @@ class Shard:
     def part(self, size: int) -> range:
         """The rank's part of a width that is a multiple of the number of ranks."""
         return _part(size, *_place(self.group))
+
+    def part_or_copy(self, size: int) -> range:
+        """The rank's part of a number that may be lower than that of ranks, which is a multiple of it then.
+
+        Adjacent ranks have the same one.
+        """
+        return _part_or_copy(size, *_place(self.group))
 
     def embedded(
         self, token_ids: torch.Tensor, rows_of: Callable[[torch.Tensor], torch.Tensor]
@@ -150,6 +166,11 @@ def _part(size: int, rank: int, ranks: int) -> range:
     return range(rank * width, (rank + 1) * width)
 
 
+def _part_or_copy(size: int, rank: int, ranks: int) -> range:
+    copies = max(1, ranks // size)
+    return _part(size, rank // copies, ranks // copies)
+
+
 def row_parts(sizes: Sequence[int], parts: Sequence[range]) -> tuple[range, ...]:
     """The rows of a matrix that consists of several projections, of which a rank has a part each.
 
@@ -170,27 +191,54 @@ def scaled(heads: range, width: int) -> range:
 
 def check_split(config: ModelConfig, ranks: int) -> None:
     """Raises UnsupportedError for a model that cannot be split over this many ranks."""
-    if config.is_recurrent and ranks > 1:
-        raise UnsupportedError("tensor_parallel must be 1 for a model with recurrent layers")
-    if config.latent is not None and ranks > 1:
-        raise UnsupportedError("tensor_parallel must be 1 for a model with latent attention")
-    sizes = {"num_attention_heads": config.num_attention_heads}
+    why = _why_not(config, ranks)
+    if why:
+        possible = ", ".join(str(other) for other in range(1, _MOST_RANKS + 1) if not _why_not(config, other))
+        raise UnsupportedError(f"tensor_parallel = {ranks} {why}: use one of {possible}")
+
+
+def _why_not(config: ModelConfig, ranks: int) -> str:
+    """Why a model cannot be split over this many ranks; "": it can."""
+    if ranks > 1 and _is_tiled(config):
+        return "must be 1 for GGUF files of this family, though not for its safetensors"
+    divided, divided_or_copied = _recurrent_sizes(config)
+    divided["num_attention_heads"] = config.num_attention_heads
     if not all(layer.sparse for layer in config.layers):
-        sizes["intermediate_size"] = config.intermediate_size
+        divided["intermediate_size"] = config.intermediate_size
     if config.experts is not None:
-        sizes["intermediate size of an expert"] = config.experts.intermediate_size
-        sizes["shared_expert_intermediate_size"] = config.experts.shared_size
-    for name, size in sizes.items():
+        divided["intermediate size of an expert"] = config.experts.intermediate_size
+        divided["shared_expert_intermediate_size"] = config.experts.shared_size
+    if config.latent is None:
+        divided_or_copied["num_key_value_heads"] = config.num_key_value_heads
+    for name, size in divided.items():
         if size % ranks:
-            raise UnsupportedError(
-                f"tensor_parallel = {ranks} must divide the model's {name}, which is {size}"
-            )
-    kv_heads = config.num_key_value_heads
-    if kv_heads % ranks and ranks % kv_heads:
-        raise UnsupportedError(
-            f"tensor_parallel = {ranks} must divide the model's num_key_value_heads, which is {kv_heads}, or"
-            " be a multiple of it"
-        )
+            return f"must divide the model's {name}, which is {size}"
+    for name, number in divided_or_copied.items():
+        if number % ranks and ranks % number:
+            return f"must divide the model's {name}, which is {number}, or be a multiple of it"
+    return ""
+
+
+def _recurrent_sizes(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """What ranks divide in recurrent layers, and what several ranks may have instead, by name."""
+    sizes = config.recurrent
+    if isinstance(sizes, ShortConvConfig):
+        return {"hidden_size": config.hidden_size}, {}
+    if isinstance(sizes, Mamba1Config):
+        return {"width of recurrent layers": sizes.inner}, {}
+    if isinstance(sizes, GatedDeltaConfig):
+        return {"key heads of recurrent layers": sizes.key_heads}, {}
+    if sizes is None:
+        return {}, {}
+    heads, groups = {"heads of recurrent layers": sizes.heads}, {"groups of recurrent layers": sizes.groups}
+    # What is normalised together is on one rank, or on all.
+    return (heads | groups, {}) if sizes.has_norm and sizes.groups > 1 else (heads, groups)
+
+
+def _is_tiled(config: ModelConfig) -> bool:
+    """Whether the inputs of a projection back are in another order, in which a rank's are not adjacent."""
+    sizes, is_tiled = config.recurrent, config.gguf_layout and config.family.gguf_tiled
+    return is_tiled and isinstance(sizes, GatedDeltaConfig) and sizes.heads > sizes.key_heads
 
 
 def row_norm_slices(shard: Shard, *widths: int) -> list[Slice]:

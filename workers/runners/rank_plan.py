@@ -1,7 +1,7 @@
 """What rank 0 tells the other ranks, as bytes: JSON, which says what follows, and tensors of integers.
 
 Dimension letters: T tokens; N items; R wanted rows; P pages of the longest table; L layers with experts;
-E experts of a token.
+E experts of a token; B tokens that are computed again; W states that are written.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import math
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from workers.kv.states import Held, StateRun
 from workers.models.inputs import AttentionBatch, ForwardInputs, TokenTrees
 
 # The bytes of the JSON, and of the tensors.
@@ -132,6 +134,8 @@ def encode_forward(plan: ForwardPlan) -> bytes:
         "experts": inputs.experts,  # [T, L, E]
         "places": None if plan.places is None else torch.from_numpy(plan.places),  # [N]
     }
+    if inputs.states:
+        tensors |= _tensors_of_states(inputs.states)
     if trees is not None:
         is_tree = torch.tensor(trees.is_tree)
         tensors |= {
@@ -166,5 +170,31 @@ def forward_of(message: Message) -> ForwardPlan:
         ),
         lora_slots=found.get("lora_slots"),
         experts=found.get("experts"),
+        states=_states_of(found) if "state_runs" in found else (),
     )
     return ForwardPlan(inputs, Way(message.numbers[0]), None if places is None else places.numpy())
+
+
+def _tensors_of_states(runs: Sequence[StateRun]) -> dict[str, torch.Tensor]:
+    """Those of N items: the slots of states have the same numbers on all ranks."""
+    sizes = [(run.source.position, run.source.slot, len(run.before), len(run.writes)) for run in runs]
+    before = [token for run in runs for token in run.before]
+    writes = [(held.position, held.slot) for run in runs for held in run.writes]
+    return {
+        "state_runs": torch.tensor(sizes, dtype=torch.int64),  # [N, 4]
+        "state_tokens": torch.tensor(before, dtype=torch.int64),  # [B]
+        "state_writes": torch.tensor(writes, dtype=torch.int64).view(-1, 2),  # [W, 2]
+    }
+
+
+def _states_of(found: Mapping[str, torch.Tensor]) -> list[StateRun]:
+    """The states of a message."""
+    tokens, writes = iter(found["state_tokens"].tolist()), iter(found["state_writes"].tolist())
+    return [
+        StateRun(
+            Held(position, slot),
+            [*islice(tokens, num_before)],
+            [Held(*held) for held in islice(writes, num_writes)],
+        )
+        for position, slot, num_before, num_writes in found["state_runs"].tolist()
+    ]

@@ -43,13 +43,13 @@ class LatentParts(StoredTensor):
     def parts(
         self, rows: range | None = None, staging: Staging | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `StoredTensor`: a head after the other. Latent attention is never split over ranks."""
+        """See `StoredTensor`: a head after the other. The rows of a rank are those of whole heads."""
         assert staging is None, "native code for latent attention is for the CPU"
-        assert rows in (None, range(self.shape[0])), "latent attention is not split"
-        heads = self._keys.shape[0]
-        for head in range(heads):
+        of_head = self.shape[0] // self._keys.shape[0]
+        rows = range(self.shape[0]) if rows is None else rows
+        for head in range(rows.start // of_head, rows.stop // of_head):
             keys, values = (_of_head(part, head) for part in (self._keys, self._values))
-            yield head * (self.shape[0] // heads), torch.cat([keys.t(), values])
+            yield head * of_head, torch.cat([keys.t(), values])
 
     def samples(self) -> Iterator[bytes]:
         for part in (self._keys, self._values):
