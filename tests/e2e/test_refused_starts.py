@@ -109,6 +109,16 @@ BY_THE_WORKER: dict[str, tuple[Make, str]] = {
 }
 
 
+def test_a_model_without_experts_ends_a_server_that_is_to_return_them() -> None:
+    flags = ["--openai-listen", "127.0.0.1:0", "--openai-routed-experts", "npy"]
+    done = started("--model", "paged-attention", "--kv-pages", "64", *flags)
+    assert done.returncode == EXIT_CONFIG and "Traceback" not in done.stderr
+    (record,) = [json.loads(line) for line in done.stderr.splitlines() if "cannot start workers" in line]
+    assert record["error"] == (
+        "openai_routed_experts = npy needs a model with experts: the served model has no experts"
+    )
+
+
 @pytest.mark.parametrize("name", BY_THE_WORKER)
 def test_what_a_worker_refuses_ends_the_server(name: str, tmp_path: Path) -> None:
     """One worker was started: to try again cannot help."""

@@ -138,10 +138,3 @@ def test_the_form_of_prime_rl(gateway: HttpGateway, model: Path) -> None:
     ids = np.frombuffer(base64.b64decode(value["data"]), value["dtype"]).reshape(value["shape"])
     assert np.array_equal(ids, expected(model, PROMPT + choice["token_ids"], 3))
     assert streamed["routed_experts"] == value
-
-
-def test_a_model_without_experts_refuses() -> None:
-    flags = ["--kv-pages", "64", "--openai-listen", "127.0.0.1:0", "--openai-routed-experts", "npy"]
-    with HttpGateway(model="paged-attention", flags=flags) as dense:
-        status, body = post(dense, DRAW)
-    assert (status, json.loads(body)["error"]["code"]) == (400, "unsupported_by_executor")

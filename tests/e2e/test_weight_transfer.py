@@ -191,7 +191,13 @@ def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_pat
     gone = {"lora_name": "policy"}
     assert [call(gateway, "/v1/unload_lora_adapter", gone)[0] for _ in range(2)] == [200, 404]
     status, answer = call(gateway, "/load_lora_adapter", {**gone, "lora_path": str(tmp_path / "none")})
-    assert (status, answer["error"]["param"]) == (400, "lora_path"), answer
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "lora_path", "bad_adapter")
+    for path, body in {
+        "/load_lora_adapter": {"lora_name": "-", "lora_path": "/x"},
+        "/v1/unload_lora_adapter": {"lora_name": "-"},
+    }.items():
+        error = call(gateway, path, body)[1]["error"]
+        assert (error["param"], error["code"]) == ("lora_name", "bad_adapter")
 
 
 def test_a_trainer_that_vanishes_changes_nothing(

@@ -8,7 +8,7 @@ import { durationOf } from "./duration.js";
 import { errorFromStatus, type QuireError } from "./errors.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
 import type { ForwardRequestSchema, ForwardResponse, PrefillRequestSchema } from "./gen/quire/v1/executor_pb.js";
-import type { StepOutput } from "./gen/quire/v1/types_pb.js";
+import { type Fields, fieldsOf } from "./methods.js";
 import type { Output } from "./options.js";
 
 /** Prefix of the request ids that this client generates. A caller does not know them. */
@@ -57,20 +57,8 @@ export interface ScoreItem extends ScoreSettings {
   tokenIds: Tokens;
 }
 
-/** Log-probabilities of tokens, each given the tokens before it, under the model's own distribution. */
-export interface Scored {
-  /** The log-probabilities of tokenIds[max(scoreFrom, 1):], in nats. */
-  tokenLogprobs: number[];
-  /** For each of them, whether no other token was more likely. */
-  tokenIsArgmax: boolean[];
-  /** The predictions after the tokens from index max(scoreFrom, 1) - 1 on: one more than scored. */
-  outputs: StepOutput[];
-  /** Tokens of the context whose KV was cached. */
-  reusedTokens: number;
-  /** The version of the weights that it was computed with; see LoadWeights. */
-  weightsVersion: bigint;
-  /** That of the adapter, 0n without one. */
-  adapterVersion: bigint;
+/** The fields of ForwardResponse: log-probabilities of tokens, each given the tokens before it. And what follows from them. */
+export interface Scored extends Fields<ForwardResponse> {
   /** Log-probability of the scored tokens as a sequence, in nats. */
   logprob: number;
   /** Whether greedy decoding generates the scored tokens, ties aside. */
@@ -131,12 +119,8 @@ export function forwardRequest(item: ScoreItem, output?: Output): MessageInitSha
 }
 
 export function scoredOf(response: ForwardResponse): Scored {
-  const { tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weightsVersion, adapterVersion } = response;
-  return {
-    ...{ tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weightsVersion, adapterVersion },
-    logprob: tokenLogprobs.reduce((sum, each) => sum + each, 0),
-    isGreedy: tokenIsArgmax.every(Boolean),
-  };
+  const logprob = response.tokenLogprobs.reduce((sum, each) => sum + each, 0);
+  return { ...fieldsOf(response), logprob, isGreedy: response.tokenIsArgmax.every(Boolean) };
 }
 
 type Result<T> = {

@@ -6,9 +6,10 @@ import { type FinishReason, wordOf } from "./enums.js";
 import { errorFromStatus, type QuireError } from "./errors.js";
 import { FinishReasonSchema, type SampleChunk, type ToolCall, ToolCallSchema, type Usage } from "./gen/quire/v1/runner_pb.js";
 import type { ChatMessage } from "./items.js";
+import { type Fields, fieldsOf } from "./methods.js";
 
 /** The next part of one sample: the fields of SampleChunk, of which these are read. */
-export interface Chunk extends Omit<SampleChunk, "$typeName" | "$unknown" | "finishReason" | "error"> {
+export interface Chunk extends Omit<Fields<SampleChunk>, "finishReason" | "error"> {
   /** Undefined: the sample goes on. */
   finishReason: FinishReason | undefined;
   /** Why the sample failed, with the `finishReason` "error". */
@@ -60,7 +61,7 @@ export class Answer {
 }
 
 /** The chunk in a message. */
-export function chunkOf({ $typeName: _name, $unknown: _unknown, ...fields }: SampleChunk): Chunk {
-  const finishReason = wordOf(FinishReasonSchema, fields.finishReason) as FinishReason | undefined;
-  return { ...fields, finishReason, error: fields.error && errorFromStatus(fields.error) };
+export function chunkOf(message: SampleChunk): Chunk {
+  const finishReason = wordOf(FinishReasonSchema, message.finishReason) as FinishReason | undefined;
+  return { ...fieldsOf(message), finishReason, error: message.error && errorFromStatus(message.error) };
 }

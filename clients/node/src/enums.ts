@@ -11,7 +11,9 @@ export type Priority = "low" | "normal" | "high";
 export type Accept = "all" | "greedy" | "sampled" | "speculative";
 export type Policy = "order" | "local_first" | "cheapest";
 export type Cause = "manual" | "cuda_context_poisoned" | "remote_auth_failure" | "remote_config_change";
-export type FinishReason = "stop" | "length" | "content_filter" | "tool_calls" | "error" | "cancelled";
+export type FinishReason =
+  | ("stop" | "length" | "content_filter" | "tool_calls")
+  | ("error" | "cancelled" | "unlikely" | "uncertain");
 /** Where the drafts of speculative decoding come from. */
 export type SpeculationMethod = "prompt_lookup" | "draft_model";
 /** Of a row of logits, or of a hidden state. */

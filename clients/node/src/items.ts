@@ -1,12 +1,12 @@
 /** Converts prompts, messages and settings to items of Execute, and checks them. */
 
-import { create, type MessageInitShape } from "@bufbuild/protobuf";
+import { create } from "@bufbuild/protobuf";
 
 import { tokensOf } from "./batches.js";
 import { durationOf } from "./duration.js";
 import { speculationMethodOf, type SpeculationMethod } from "./enums.js";
 import { ChatRole, type ExecuteItem, ExecuteItemSchema, ToolChoice } from "./gen/quire/v1/runner_pb.js";
-import type { Request } from "./methods.js";
+import type { Fields, Request } from "./methods.js";
 import { samplingOf, type SamplingSettings, splitSampling, tokenMask, type Allowed } from "./options.js";
 
 const ROLES = {
@@ -41,9 +41,11 @@ export type ConstraintSettings = { jsonSchema: string | object } | { regex: stri
 /** Speculative decoding, which changes no text. */
 export type SpeculationSettings = { method: SpeculationMethod; maxDraftTokens?: number };
 
-type ItemInit = MessageInitShape<typeof ExecuteItemSchema>;
 /** Fields of ExecuteItem that are set as they are. */
-type ItemFields = Omit<ItemInit, "$typeName" | "$unknown" | "itemId" | "prompt" | "maxCostUsd" | "timeout" | keyof OwnSettings>;
+type ItemFields = Omit<
+  Fields<Request<typeof ExecuteItemSchema>>,
+  "itemId" | "prompt" | "maxCostUsd" | "timeout" | keyof OwnSettings
+>;
 
 /** How texts are generated: settings of sampling, such as temperature and seed, and the fields of ExecuteItem. */
 export interface TextSettings extends SamplingSettings, ItemFields, OwnSettings {}

@@ -15,6 +15,8 @@ export type Method<I extends DescMessage, O extends DescMessage> = DescMethodUna
 /** A request; omitted fields have their defaults. 64-bit numbers are bigint, a oneof is `{ case, value }`. */
 export type Request<I extends DescMessage> = MessageInitShape<I>;
 export type Response<O extends DescMessage> = MessageShape<O>;
+/** A message as a plain object. */
+export type Fields<M> = Omit<M, "$typeName" | "$unknown">;
 
 const always = () => true;
 /** An append with `position`, or a new cache with a `requestId`. */
@@ -53,6 +55,11 @@ const REPEATABLE = new Map<string, (request: any) => boolean>([
   ["GetCacheMetrics", always],
   ["GetLoraMetrics", always],
 ]);
+
+export function fieldsOf<M extends object>(message: M): Fields<M> {
+  const { $typeName: _name, $unknown: _unknown, ...fields } = message as M & { $typeName?: string; $unknown?: unknown };
+  return fields as Fields<M>;
+}
 
 /** Whether a request is safe to retry. A call that is not in the list is not. */
 export function mayRepeat(method: { name: string }, request: unknown): boolean {

@@ -6,12 +6,13 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 
 import { dataTypeOf, type NumberFormat } from "./enums.js";
 import { type OutputOptionsSchema, SamplingParamsSchema, type TokenMaskSchema } from "./gen/quire/v1/types_pb.js";
+import type { Fields } from "./methods.js";
 
 /** What an append computes and returns: fields of OutputOptions. `outputOptions` makes it from plain values. */
 export type Output = MessageInitShape<typeof OutputOptionsSchema>;
 export type TokenMask = MessageInitShape<typeof TokenMaskSchema>;
 /** How a token is chosen: temperature, topK, seed and the other fields of SamplingParams. */
-export type SamplingSettings = Omit<MessageInitShape<typeof SamplingParamsSchema>, "$typeName" | "$unknown">;
+export type SamplingSettings = Fields<MessageInitShape<typeof SamplingParamsSchema>>;
 
 /** The ids of the tokens that may be chosen; or a packed mask, one bit for each token; or a TokenMask. */
 export type Allowed = readonly number[] | Uint8Array | TokenMask;

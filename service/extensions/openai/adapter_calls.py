@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 from quire.v1 import admin_pb2
@@ -48,15 +49,24 @@ class AdapterCalls:
         async def requests() -> AsyncIterator[admin_pb2.LoadAdapterRequest]:
             yield request
 
-        try:
+        with _fields_as_here():
             loaded = await self._admin.LoadAdapter(requests(), cast("Any", None))
-        except InvalidArgument as error:
-            raise error.at(_NAMES.get(error.field, error.field)) from None
         return {"status": "ok", "version": loaded.adapter.version}
 
     async def _unload(self, fields: Fields) -> dict[str, Any]:
         request = admin_pb2.UnloadAdapterRequest(adapter_id=fields.required("lora_name"), shared=True)
         fields.refuse_others({"lora_int_id"})
-        if not (await self._admin.UnloadAdapter(request, cast("Any", None))).unloaded:
+        with _fields_as_here():
+            response = await self._admin.UnloadAdapter(request, cast("Any", None))
+        if not response.unloaded:
             raise AdapterNotFound(request.adapter_id)
         return {"status": "ok"}
+
+
+@contextlib.contextmanager
+def _fields_as_here() -> Iterator[None]:
+    """Errors name the fields of these calls."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise error.at(_NAMES.get(error.field, error.field)) from None

@@ -128,6 +128,11 @@ def integer(value: object, field: str, minimum: int, maximum: int) -> int:
     return value
 
 
+def strings(value: object, field: str, max_entries: int) -> list[str]:
+    """A list of at most `max_entries` strings."""
+    return [string(one, f"{field}[{index}]") for index, one in enumerate(array(value, field, max_entries))]
+
+
 def array(value: object, field: str, max_entries: int) -> list[Any]:
     """A list of at most `max_entries`."""
     if not isinstance(value, list):

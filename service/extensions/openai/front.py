@@ -15,11 +15,13 @@ from starlette.responses import JSONResponse, Response
 
 from service.auth.connections import handshake_limits
 from service.auth.tls import http_context
+from service.completion import wait_until
 from service.config import Config
+from service.errors import Unsupported
 from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
 from service.extensions.http.server import HttpServer
-from service.extensions.openai import page, requests
+from service.extensions.openai import page, requests, routed_experts
 from service.extensions.openai.adapter_calls import AdapterCalls
 from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
@@ -33,8 +35,10 @@ from service.extensions.openai.responses_api import ResponsesResponse, earlier_m
 from service.extensions.openai.stored_responses import StoredResponseHandler, StoredResponses
 from service.extensions.openai.tokenize import BodyHandler, Tokens
 from service.extensions.openai.weight_transfer import NONE, WeightTransfer
+from service.pool.launcher import PoolFailed
 from service.runtimes.embedding import Embedder
 from service.setting_rules import is_private
+from workers.common.protocol import EXIT_CONFIG
 
 RESPONSES = "/v1/responses"
 _MAX_HEAD_BYTES = 1 << 16
@@ -135,8 +139,22 @@ class OpenAiFront(Extension):
         return self.server.bind()
 
     async def run(self) -> None:
-        """Serves until `stop`. Call `bind` before."""
-        await self.server.run()
+        """Serves until `stop`. Call `bind` before. Raises PoolFailed: see `_require_experts`."""
+        async with asyncio.TaskGroup() as tasks:
+            checking = tasks.create_task(self._require_experts())
+            await self.server.run()
+            checking.cancel()
+
+    async def _require_experts(self) -> None:
+        """A trainer that replays experts must not get answers without them, and learns it at the start."""
+        if self._experts_form == routed_experts.NONE:
+            return
+        await wait_until(lambda: self._state.current_limits is not None)
+        try:
+            self._state.limits.experts.require("")
+        except Unsupported as error:
+            form = f"openai_routed_experts = {self._experts_form}"
+            raise PoolFailed(f"{form} needs a model with experts: {error}", EXIT_CONFIG) from None
 
     async def stop(self, grace_s: float) -> None:
         """Accepts no more requests, waits this time for running ones, then fails the rest with Draining."""

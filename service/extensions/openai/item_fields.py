@@ -26,6 +26,7 @@ from service.extensions.openai.fields import (
     integer,
     number,
     string,
+    strings,
     unsupported,
 )
 from service.extensions.openai.messages import MAX_TOOLS, parse_messages
@@ -138,10 +139,7 @@ def _seed(value: object, path: str) -> int:
 
 
 def _set_stop(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
-        raise bad_field(path, f"must be a string, or a list of at most {MAX_STOPS}")
-    item.stop.extend(string(text, f"{path}[{index}]") for index, text in enumerate(texts))
+    item.stop.extend([string(value, path)] if isinstance(value, str) else strings(value, path, MAX_STOPS))
 
 
 def _set_stop_ids(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
@@ -149,8 +147,7 @@ def _set_stop_ids(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 
 def _set_bad_words(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    words = array(value, path, MAX_BAD_WORDS)
-    item.bad_words.extend(string(word, f"{path}[{index}]") for index, word in enumerate(words))
+    item.bad_words.extend(strings(value, path, MAX_BAD_WORDS))
 
 
 def _set_special(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
@@ -291,9 +288,7 @@ def _set_grammar(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 
 def _set_choice(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    choices = [
-        string(each, f"{path}[{index}]") for index, each in enumerate(array(value, path, _MAX_CHOICES))
-    ]
+    choices = strings(value, path, _MAX_CHOICES)
     if not choices:
         raise bad_field(path, "must have at least one entry")
     _set_constraint(item, path, lark="start: " + " | ".join(json.dumps(each) for each in choices))
