@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.in_process import InProcess, LlmExecutor, PagedAttentionExecutor
-from service.model_names import WEIGHTLESS_MODEL, shipped_model_dir
+from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL, shipped_model_dir
 from workers.outputs import OutputSpec, RowOutput
 
 _PAGES = 256
@@ -20,7 +21,7 @@ _GREEDY = OutputSpec()
 def _executor(model: str) -> InProcess:
     if model == WEIGHTLESS_MODEL:
         return PagedAttentionExecutor.create(kv_pages=_PAGES)
-    return LlmExecutor.load(shipped_model_dir(), kv_pages=_PAGES)
+    return LlmExecutor.load(shipped_model_dir() if model == SHIPPED_MODEL else Path(model), kv_pages=_PAGES)
 
 
 def outputs(

@@ -19,12 +19,13 @@ from quire.v1 import executor_pb2_grpc, runner_pb2_grpc
 
 from benchmarks import machine
 from tests.adapter_factory import make_adapter
-from tests.model_factory import TinyModel, make_model
+from tests.families import settings_of
+from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.soak.adapters import IDS, Adapters
 from tests.soak.callers import Caller, Stuck, Texts
 from tests.soak.checks import check_pools, until, wait_until_serving
 from tests.soak.faults import DiskInjector, Injector, RanksInjector
-from tests.soak.options import TINY, WEIGHTLESS, parser
+from tests.soak.options import HYBRID, TINY, WEIGHTLESS, parser
 from tests.soak.server import Server
 from tests.soak.tally import Tally
 
@@ -49,13 +50,14 @@ async def soak(
 ) -> Tally:
     """Runs one; see `_main`. `more_flags`: of `quire serve`; `spec`: the tiny model that it serves."""
     spec = spec or TinyModel()
-    model, directories = options.model, []
-    if model == TINY:
+    model, vocab, directories = options.model, spec.vocab_size, []
+    if options.model == TINY:
         model = make_model(directory / "model", spec)
         directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
+    elif options.model == HYBRID:
+        model, vocab = make_hybrid(directory / "model")
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
-    flags += more_flags
-    server = Server(model, directory, workers=options.workers, flags=flags, seed=options.seed)
+    server = Server(model, directory, workers=options.workers, flags=[*flags, *more_flags], seed=options.seed)
     server.start()
     tally = Tally()
     async with server.connect(_CHANNEL) as channel:
@@ -65,7 +67,7 @@ async def soak(
         if options.model == WEIGHTLESS:
             texts = Texts.of_weightless(options.texts, options.seed, _LONGEST)
         else:
-            texts = Texts.of(options.texts, spec.vocab_size, options.seed)
+            texts = Texts.of(options.texts, vocab, options.seed)
             for name in adapters.names:
                 await adapters.load(name, name)
             for name in ("", *adapters.names):
@@ -103,6 +105,12 @@ async def soak(
     return tally
 
 
+def make_hybrid(directory: Path) -> tuple[Path, int]:
+    """A model with recurrent layers, and its vocabulary. Its states are small: there is one for each page."""
+    model_type, settings = settings_of("lfm2")
+    return make_family_model(directory, model_type, settings), settings["vocab_size"]
+
+
 def on_disk(scratch: Path) -> list[str]:
     """Flags with which KV is on disk, too: so little that files give way."""
     return ["--kv-disk", str(scratch / "kv"), "--kv-disk-gb", "0.001"]
@@ -114,7 +122,7 @@ def _machine() -> str:
 
 
 def _main() -> int:
-    command = parser("python -m tests.soak", __doc__, faults=1000)
+    command = parser("python -m tests.soak", __doc__, (WEIGHTLESS, TINY, HYBRID), faults=1000)
     command.add_argument(
         "--tensor-parallel", type=int, default=1, help="ranks of each worker, which also fail"
     )

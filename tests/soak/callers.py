@@ -182,6 +182,11 @@ class Caller:
 
         async def stream(_: Any, **settings: Any) -> Any:
             nonlocal length
+            chunk = runner_pb2.SampleChunk()
+            if length == wanted:
+                # All had come but the end of the stream. No number of tokens would be as many as may come.
+                chunk.kv_cache.seq_len = length
+                return chunk
             item = runner_pb2.ExecuteItem(
                 item_id="it", max_tokens=wanted - length, ignore_eos=True, tokens_only=True
             )
@@ -189,7 +194,6 @@ class Caller:
             item.cache.token_ids.append(text[length])
             if has_drafts:
                 item.speculation.method = runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
-            chunk = runner_pb2.SampleChunk()
             async for answer in self._runner.Execute(runner_pb2.ExecuteRequest(items=[item]), **settings):
                 for chunk in answer.chunks:
                     if chunk.HasField("error"):

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from typing import Any
 
-WEIGHTLESS, TINY = "paged-attention", "tiny"
+WEIGHTLESS, TINY, HYBRID = "paged-attention", "tiny", "hybrid"
 
 
-def parser(prog: str, description: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Of the command line. `defaults`: other ones than here."""
+def parser(
+    prog: str, description: str | None, models: Sequence[str] = (WEIGHTLESS, TINY), **defaults: Any
+) -> argparse.ArgumentParser:
+    """Of the command line. `models`: that can be served; `defaults`: other ones than here."""
     made = argparse.ArgumentParser(prog=prog, description=description)
     made.add_argument(
-        "--model", choices=(WEIGHTLESS, TINY), default=TINY, help="that is served: tiny has adapters"
+        "--model",
+        choices=models,
+        default=TINY,
+        help="that is served: tiny has adapters, hybrid has recurrent layers",
     )
     made.add_argument("--faults", type=int, help="end after so many")
     made.add_argument("--minutes", type=float, default=60.0, help="or after so long")
