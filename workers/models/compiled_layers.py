@@ -125,7 +125,7 @@ def _can_compile_body(body: Body, *, is_split: bool) -> bool:
     return (
         isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
         and not (isinstance(body, RecurrentMixer) and body.within)
-        # In a group the norm of a row needs the other ranks in the middle of the sublayer.
+        # In a group some norms need the other ranks in the middle of the sublayer.
         and not (is_split and isinstance(body, Attention) and body.row_norms is not None)
         and not (isinstance(body, Mamba2) and body.norm_group is not None)
         and all(matrix.weight.compiled is not None for matrix in (body.into, body.output))
