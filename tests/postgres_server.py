@@ -10,7 +10,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,6 +20,8 @@ from typing import Self
 import asyncpg
 import psutil
 import pytest
+
+from tests.ports import free_port
 
 _START_S = 60.0
 _USERS = ("postgres", "nobody")
@@ -66,8 +67,7 @@ class PostgresServer:
         # Of the user that runs it.
         self._directory.chmod(0o755)
         subprocess.run(["cp", "-a", self._empty(), self._directory / "data"], check=True)
-        with socket.create_server((_LOOPBACK, 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.start()
         return self
 

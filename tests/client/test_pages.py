@@ -16,7 +16,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -34,6 +33,7 @@ from service.config import all_settings
 from tests.client.pages import PAGES, Block, blocks, install_command, run, run_python, run_script
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.grpcurl import GRPCURL, needs_grpcurl
+from tests.ports import free_address
 
 GRPC, HTTP = "127.0.0.1:50051", "127.0.0.1:8000"
 PATHS = {"/var/lib/quire": "data", "/var/backups/quire": "backup"}
@@ -276,11 +276,6 @@ def test_what_dies_is_found_again(tmp_path: Path) -> None:
     errors = (tmp_path / "err").read_text()
     assert status == 0, errors
     assert (tmp_path / "out").read_text().strip() == "46 8", errors
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def test_whole_texts_in_python(served: Served, tmp_path: Path) -> None:

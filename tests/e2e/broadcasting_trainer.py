@@ -9,7 +9,6 @@ import contextlib
 import datetime as dt
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+
+from tests.ports import free_port
 
 TIMEOUT_S = 120
 TIMEOUT = dt.timedelta(seconds=TIMEOUT_S)
@@ -35,13 +36,6 @@ def call(address: str, path: str, body: Any = None, **headers: str) -> tuple[int
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, json.loads(response.read())
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 class Trainer:

@@ -26,7 +26,7 @@ def test_tokens_are_those_of_transformers_and_callers_are_told_why_it_runs_the_m
     setting(attention_chunk_size=64)(directory)
     with GatewayProcess(model=str(directory), flags=FLAGS) as gateway:
         assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == "transformers"
-        assert '"backend": "transformers"' in gateway.log()
+        gateway.wait_until(lambda: '"backend": "transformers"' in gateway.log())
         assert_greedy_tokens_match(gateway, directory)
         gateway.assert_pools_are_whole()
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=PATIENCE_S)

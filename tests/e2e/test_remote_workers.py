@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests import quire_command, undisturbed
 from tests.e2e.several_gateways import SeveralGateways, retrying
 from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
+from tests.ports import free_address
 from tests.tcp_proxy import TcpProxy
 from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
@@ -76,11 +76,6 @@ def make_certificates(directory: Path) -> Path:
     with quire_command.run("pool", "init", str(directory)) as made:
         assert made.wait(TIMEOUT_S) == 0
     return directory
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 @pytest.fixture

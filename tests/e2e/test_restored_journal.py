@@ -12,9 +12,10 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 
 from service.journal.segments import JOURNAL
-from tests.e2e.test_remote_workers import Pool, free_address, pool
+from tests.e2e.test_remote_workers import Pool, pool
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
+from tests.ports import free_address
 from tests.postgres_server import PostgresServer
 
 __all__ = ["pool"]

@@ -21,9 +21,10 @@ from tests.e2e.several_gateways import Text
 from tests.e2e.test_adapters import Adapted
 from tests.e2e.test_adapters import Text as AdaptedText
 from tests.e2e.test_metrics import Scraped, value
-from tests.e2e.test_remote_workers import PROMPT, Pool, free_address
+from tests.e2e.test_remote_workers import PROMPT, Pool
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
+from tests.ports import free_address
 from tests.postgres_server import PostgresServer
 from workers.common.protocol import GATEWAY_NAME
 

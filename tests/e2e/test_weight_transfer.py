@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from service.auth.tokens import Role, new_token
 from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
-from tests.e2e.broadcasting_trainer import TIMEOUT_S, free_port, joined
+from tests.e2e.broadcasting_trainer import TIMEOUT_S, joined
 from tests.e2e.test_adapters import Text
 from tests.e2e.test_auth import Guarded
 from tests.e2e.test_openai import HttpGateway, http_port
@@ -27,8 +28,10 @@ from tests.e2e.test_upload_weights import kept
 from tests.error_details import refused
 from tests.gateway_process import ROOT
 from tests.model_factory import hf_greedy
+from tests.ports import free_port
 
-SILENCE_S = 15
+# For tests that wait so long. With the default of half a minute, which others wait for no time at all.
+SILENCE_S = 3
 FILE = "model.safetensors"
 DONE = "Weight update finished"
 FLAGS = ["--dtype", "float32", "--kv-pages", "128", "--openai-listen", "127.0.0.1:0"]
@@ -47,14 +50,19 @@ def weights_of(model: Path) -> dict[str, torch.Tensor]:
     return load_file(model / FILE)
 
 
+@contextlib.contextmanager
+def serving(model: Path, home: Path, *flags: str) -> Iterator[HttpGateway]:
+    flags = (*FLAGS, *TRANSFER, "--data-dir", str(home), "--orphan-grace-s", "0", *flags)
+    with HttpGateway(model=str(model), workers=2, flags=flags) as gateway:
+        yield gateway
+
+
 @pytest.fixture(scope="module")
 def server(
     models: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[HttpGateway, Path]]:
     home = tmp_path_factory.mktemp("data")
-    flags = [*FLAGS, *TRANSFER, "--data-dir", str(home), "--orphan-grace-s", "0"]
-    flags += ["--message-timeout-s", str(SILENCE_S)]
-    with HttpGateway(model=str(models[0]), workers=2, flags=flags) as gateway:
+    with serving(models[0], home) as gateway:
         yield gateway, home
 
 
@@ -200,27 +208,23 @@ def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_pat
         assert (error["param"], error["code"]) == ("lora_name", "bad_adapter")
 
 
-def test_a_trainer_that_vanishes_changes_nothing(
-    server: tuple[HttpGateway, Path], gateway: HttpGateway, models: list[Path]
-) -> None:
-    before = described(gateway)
-    # In the middle of its tensors, then before the last call.
-    program = [sys.executable, "-m", "tests.e2e.broadcasting_trainer", address_of(gateway)]
-    subprocess.run([*program, str(models[1] / FILE), "5"], timeout=TIMEOUT_S, check=True, cwd=ROOT)
-    gateway.wait_until(lambda: kept(server[1]) == [])
-    with joined(address_of(gateway)) as trainer:
-        trainer.call("/start_weight_update")
-        trainer.update(weights_of(models[1]))
-        gateway.wait_until(lambda: kept(server[1]) == [])
-        assert trainer.call("/finish_weight_update")["code"] == "load_failed"
-    assert described(gateway) == before
-    assert_serves(gateway, models[0])
-
-
-def test_a_trainer_that_never_comes_is_waited_for_so_long(gateway: HttpGateway) -> None:
-    info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
-    status, answer = call(gateway, "/init_weight_transfer_engine", {"init_info": info})
-    assert (status, answer["error"]["code"]) == (400, "load_failed")
+def test_a_trainer_that_is_silent_changes_nothing(models: list[Path], tmp_path: Path) -> None:
+    with serving(models[0], tmp_path, "--message-timeout-s", str(SILENCE_S)) as gateway:
+        before = described(gateway)
+        # One vanishes in the middle of its tensors, the next before the last call, and one never comes.
+        program = [sys.executable, "-m", "tests.e2e.broadcasting_trainer", address_of(gateway)]
+        subprocess.run([*program, str(models[1] / FILE), "5"], timeout=TIMEOUT_S, check=True, cwd=ROOT)
+        gateway.wait_until(lambda: kept(tmp_path) == [])
+        with joined(address_of(gateway)) as trainer:
+            trainer.call("/start_weight_update")
+            trainer.update(weights_of(models[1]))
+            gateway.wait_until(lambda: kept(tmp_path) == [])
+            assert trainer.call("/finish_weight_update")["code"] == "load_failed"
+        info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+        status, answer = call(gateway, "/init_weight_transfer_engine", {"init_info": info})
+        assert (status, answer["error"]["code"]) == (400, "load_failed")
+        assert described(gateway) == before
+        assert_serves(gateway, models[0])
 
 
 def test_a_disk_that_fails_at_the_end_is_said(

@@ -16,6 +16,7 @@ from service.handshakes import HandshakeLimits
 from service.pool import pool_files, worker_port
 from service.pool.remote import RemoteLauncher
 from service.pool.worker_port import DialledWorker, NamedWorker, WorkerPort
+from tests.ports import free_port
 from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
 from workers.common.pool_tls import tls_context
@@ -58,8 +59,7 @@ class Site:
         self.pool = pool
         self.place: Any
         if kind == "tls":
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self.place = free.getsockname()
+            self.place = ("127.0.0.1", free_port())
             self.port: WorkerPort = pool_files.worker_port(f"127.0.0.1:{self.place[1]}", pool)
         else:
             self.place = str(pool / "s")

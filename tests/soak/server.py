@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import grpc
 import psutil
 
 from tests.forks import Forked
+from tests.ports import free_address
 from tests.soak.programs import start_gateway
 
 _STOP_TIMEOUT_S = 60
@@ -96,7 +96,7 @@ class Server(MarkedGateway):
         seed: int,
     ) -> None:
         self.directory = directory
-        self.address = _free_address()
+        self.address = free_address()
         every = [
             *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
             *("--device", "cpu", "--dtype", "float32", "--no-self-check"),
@@ -156,11 +156,6 @@ class Server(MarkedGateway):
     def log_tail(self, size: int = 4000) -> str:
         """The end of what gateway and workers have logged."""
         return self.log_path.read_text(errors="replace")[-size:]
-
-
-def _free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def runs(process: psutil.Process) -> bool:

@@ -155,6 +155,10 @@ export class Connection {
     requests: AsyncIterable<Request<I>>,
     options: CallOptions,
   ): Promise<Response<O>> {
+    // Before there is a call: grpc-js leaves one open that is cancelled at once, until the server ends it.
+    const following = requests[Symbol.asyncIterator]();
+    let next = await following.next();
+    if (options.signal?.aborted) throw cancelled();
     const { client, proxy } = this.#channels.get(this.targets[0]!)!;
     let isOver = false;
     let wake: () => void = () => undefined;
@@ -178,14 +182,15 @@ export class Connection {
     call.on("drain", () => wake());
     cancelOn(options.signal, call);
     try {
-      for await (const request of requests) {
-        if (isOver || options.signal?.aborted) break;
-        const isFull = !call.write(bufferOf(toBinary(method.input, create(method.input, request))));
+      for (; !next.done && !isOver && !options.signal?.aborted; next = await following.next()) {
+        const isFull = !call.write(bufferOf(toBinary(method.input, create(method.input, next.value))));
         if (isFull && !isOver) await new Promise<void>((go) => (wake = go));
       }
     } catch (error) {
       call.cancel();
       throw error;
+    } finally {
+      await following.return?.();
     }
     // grpc-js sends what is written to a call that was cancelled before it had a connection.
     if (!options.signal?.aborted) call.end();

@@ -104,6 +104,9 @@ test("what is wrong with weights is said", async () => {
       if (!(error instanceof Aborted)) return assert.match(error.message, expected);
     }
   };
+  // One that was cancelled before it began is not there: an upload would be refused beside it.
+  await assert.rejects(client.uploadWeights(one, { signal: AbortSignal.abort() }), { name: "Cancelled" });
+  await client.uploadWeights(join(ADDER, "model.safetensors"));
   await refused(Buffer.from("no tensors"), /not in safetensors format/);
   await refused([one, one], /the tensor a is in two files/);
   await refused(fileURLToPath(new URL(".", import.meta.url)), /no safetensors files/);
