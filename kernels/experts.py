@@ -35,14 +35,16 @@ from kernels.gated_activation import (
     gated_activation,
     sigmoid,
 )
+from kernels.gpu_experts import GpuExperts
 from kernels.linear import DenseWeight
 from kernels.lora import add_lora
 from kernels.weight import Weight
 
 # Of gate_up and down: [E, 2 * I] and [E, C] contiguous, of the dtype of x.
 Biases = tuple[torch.Tensor, torch.Tensor]
-# A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`.
-ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights
+# A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`. Quantised ones of
+# a GPU are together.
+ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights | GpuExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def pack_experts(weights: ExpertWeights) -> ExpertWeights:
     Returns:
         For `experts`: in one compiled call, if there are kernels for all of the matrices.
     """
-    if isinstance(weights, torch.Tensor | cpu.PackedWeights):
+    if isinstance(weights, torch.Tensor | cpu.PackedWeights | GpuExperts):
         return weights
     packed = [weight.packed() for weight in weights]
     parts = [weight.compiled for weight in packed]
@@ -168,14 +170,15 @@ def experts(  # noqa: PLR0913 - keyword-only options of one formula
 
     Args:
         x: [T, C]; float32, bfloat16 or float16.
-        gate_up: [E, 2 * I, C], rows of the gate, then of up: one tensor, contiguous on a GPU; on the CPU also
-            E weights [2 * I, C], or from `pack_experts`. Dtype of x. Without gates I rows.
+        gate_up: [E, 2 * I, C], rows of the gate, then of up: one tensor, contiguous on a GPU, or quantised
+            there; on the CPU also E weights [2 * I, C], or from `pack_experts`. Dtype of x. Without gates I
+            rows.
         down: [E, C, I], likewise.
         expert_ids: [T, k] int64, from 0 to E - 1. On a GPU any other id makes its row undefined, and no
             other row.
         expert_weights: [T, k]; dtype of x, or float32.
         activation: The activation of the gate; see `kernels.gated_activation`.
-        biases: Of gate_up and down; None: they have none. On a GPU there are no kernels for them.
+        biases: Of gate_up and down; None: they have none.
         batch_invariant: On a GPU, the bits of a row must not depend on the others.
         lora: What adapters add to both projections, with packed or separate weights; None: nothing. On a GPU
             there are no kernels for them.
@@ -188,12 +191,19 @@ def experts(  # noqa: PLR0913 - keyword-only options of one formula
         IndexError, RuntimeError: An expert id is out of range (on the CPU).
     """
     _check(x, gate_up, down, expert_ids, expert_weights, biases, 1 if activation == UNGATED else 2)
-    if x.is_cuda:
+    if x.is_cuda or isinstance(gate_up, GpuExperts) or isinstance(down, GpuExperts):
         from kernels.cuda import experts as cuda
 
-        assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+        assert isinstance(gate_up, torch.Tensor | GpuExperts) and isinstance(down, torch.Tensor | GpuExperts)
         return cuda.experts(
-            x, gate_up, down, expert_ids, expert_weights, activation, batch_invariant=batch_invariant
+            x,
+            gate_up,
+            down,
+            expert_ids,
+            expert_weights,
+            activation,
+            biases=biases,
+            batch_invariant=batch_invariant,
         )
     if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
         number = ACTIVATIONS.index(activation)
@@ -277,8 +287,6 @@ def _check(
     width = x.shape[1]
     inner = down[0].shape[-1]
     if biases is not None:
-        if x.is_cuda:
-            raise ValueError("biases: there are no kernels of a GPU for them")
         for name, bias, outputs in zip(("gate_up", "down"), biases, (into * inner, width), strict=True):
             check_tensor(f"the bias of {name}", bias, (len(down), outputs), (x.dtype,))
     for name, weight, shape in (("gate_up", gate_up, (into * inner, width)), ("down", down, (width, inner))):
@@ -289,5 +297,6 @@ def _check(
                 f"{name}: must have the dtype and device of x ({x.dtype} on {x.device}), "
                 f"got {weight[0].dtype} on {weight[0].device}"
             )
-        if x.is_cuda and not (isinstance(weight, torch.Tensor) and weight.is_contiguous()):
-            raise ValueError(f"{name}: must be one contiguous tensor on a GPU")
+        is_one = isinstance(weight, torch.Tensor) and weight.is_contiguous()
+        if x.is_cuda and not is_one and not isinstance(weight, GpuExperts):
+            raise ValueError(f"{name}: must be one contiguous tensor on a GPU, or quantised")

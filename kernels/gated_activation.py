@@ -24,9 +24,9 @@ from kernels.cpu.library import integers, pointers
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu", "relu2"]
 # In the order of their numbers in kernels/cpu/gates.h.
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-# For the others there are no kernels of a GPU.
-CUDA_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
-# Rows have no gates.
+# Those that leave up as it is.
+OF_THE_GATE: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+# Rows have no gates. Of it alone there is no kernel of a GPU.
 UNGATED: Activation = "relu2"
 # Of clamped_swiglu.
 SIGMOID_GAIN, GATE_LIMIT = 1.702, 7.0
@@ -72,7 +72,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
         raise ValueError(f"gate_up: width must be even, got {gate_up.shape[1]}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if gate_up.is_cuda and activation in CUDA_ACTIVATIONS:
+    if gate_up.is_cuda and activation != UNGATED:
         from kernels.cuda import gated_activation as cuda
 
         return cuda.gated_activation(gate_up, activation)

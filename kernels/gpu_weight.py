@@ -10,6 +10,7 @@ Dimension letters: n, T rows; I inputs; O outputs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -95,6 +96,13 @@ class GpuWeight(AnyGroupedWeight):
             dense = self._rows(range(len(self))[part])
             out[:, part] = product(x, dense, None if bias is None else bias[part])
         return out
+
+    def view(self, rows: range) -> GpuWeight:
+        """Consecutive rows, in the same memory."""
+        found = copy.copy(self)
+        found.shape = torch.Size((len(rows), self.shape[1]))
+        found.data = self.data[rows.start : rows.stop]
+        return found
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         return self._rows(indices)

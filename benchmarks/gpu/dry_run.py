@@ -30,7 +30,6 @@ from workers.models.active_kernels import check_cuda_kernels
 from workers.models.builder import FormatOf, build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.experts import Experts
 from workers.models.few_rows import Place, TilesOfPlaces
 from workers.models.inputs import MAX_TREE_TOKENS, AttentionBatch, ForwardInputs, TokenTrees
 from workers.models.model import new_pages
@@ -81,7 +80,6 @@ def launches_of(
     with as_on(device), recording() as found:
         decoder = build_decoder(few_layers(config), dtype, "meta", formats=formats)
         decoder.batch_invariant = steps.batch_invariant
-        _stack_experts(decoder)
         kv = new_pages(decoder, _PAGES)
         # As a worker measures which tiles are the fastest. Here it is none.
         decoder.fuse_few_rows(TilesOfPlaces(_run_once))
@@ -122,17 +120,6 @@ def few_layers(config: ModelConfig) -> ModelConfig:
     kinds = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
     few = (*kinds, *kinds, layers[-1])
     return dataclasses.replace(config, num_hidden_layers=len(few), layers=few)
-
-
-def _stack_experts(decoder: Decoder) -> None:
-    """Make the experts of each layer one tensor, as they are on a GPU only."""
-    for layer in decoder.layers:
-        body = layer[-1].body
-        if isinstance(body, Experts):
-            for name in ("gate_up", "down"):
-                weights = getattr(body, name)
-                one = weights[0].plain
-                setattr(body, name, one.new_empty((len(weights), *one.shape)))
 
 
 def _run_steps(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> None:

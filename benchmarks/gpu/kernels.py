@@ -30,8 +30,10 @@ from kernels.cuda import (
     sampling_cut,
 )
 from kernels.cuda.attention_tiles import TileConfig
+from kernels.experts import experts, route
 from kernels.few_rows_tiles import MOST_ROWS, tiles_for
 from kernels.gated_activation import Activation
+from kernels.gpu_experts import GpuExperts
 from kernels.gpu_weight import GpuWeight
 from kernels.group_formats import FORMATS
 from workers import device_sampling
@@ -193,6 +195,22 @@ class KernelBench:
         quantised = GpuWeight(len(weight), x.shape[1], self.dtype, FORMATS[form_name], self._bytes)
         fill_quantised(quantised)
         return Call(lambda: quantised.multiply(x, None), quantised.nbytes)
+
+    def experts_mxfp4(self, rows: int, count: int, chosen: int, hidden: int, inner: int) -> Call:
+        """A layer of gpt-oss's experts, of which each row has so many that are chosen at random."""
+        form = FORMATS["mxfp4"]
+        stacks = [
+            GpuWeight(count * outputs, inputs, self.dtype, form, self._bytes)
+            for outputs, inputs in ((2 * inner, hidden), (hidden, inner))
+        ]
+        for stack in stacks:
+            fill_quantised(stack)
+        gate_up, down = (GpuExperts([stack], count) for stack in stacks)
+        biases = self._random(count, 2 * inner), self._random(count, hidden)
+        x, logits = self._random(rows, hidden), self._random(rows, count)
+        ids, weights = route(logits, chosen, normalize=True)
+        read = sum(stack.nbytes for stack in stacks) * len(ids.unique()) // count
+        return Call(lambda: experts(x, gate_up, down, ids, weights, "clamped_swiglu", biases=biases), read)
 
     def _bytes(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)

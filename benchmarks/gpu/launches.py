@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernels import lora
+from kernels import gpu_format, lora
 from kernels.cuda import paged_attention
 from kernels.cuda import variant as variants
 from kernels.cuda.variant import Variant
@@ -126,6 +126,7 @@ def as_on(device: Device) -> Iterator[None]:
         (paged_attention, "limits_of", lambda _: limits),
         (variants, "architecture_of", lambda _: architecture),
         (lora, "_has_triton_kernels", lambda _: True),
+        (gpu_format, "is_gpu", lambda _: True),
     ]
     before = [(where, name, getattr(where, name)) for where, name, _ in answers]
     for where, name, answer in answers:

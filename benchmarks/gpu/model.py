@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,14 @@ import torch
 from benchmarks.gpu.kernels import PAGE_SIZE, fill_quantised
 from benchmarks.in_process import LlmExecutor
 from benchmarks.shapes import Shape
+from kernels.gpu_experts import GpuExperts
 from kernels.gpu_weight import GpuWeight
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
+from workers.models.experts import Experts
 from workers.models.lora import LoraPair
 from workers.models.model import ModelDescription, new_pages
 from workers.models.weights import formats_of
@@ -101,13 +103,25 @@ def make_bench(
 def _fill_weights(decoder: Decoder) -> None:
     """Scaled so that activations keep their size from layer to layer."""
     generator = torch.Generator(decoder.device).manual_seed(SEED)
+    for stack in _stacks(decoder):
+        fill_quantised(stack)
     for name, target in decoder.targets().items():
         if isinstance(target.into, GpuWeight):
-            fill_quantised(target.into)
+            if ".experts." not in name:
+                fill_quantised(target.into)
         elif name.endswith("norm.weight"):
             target.tensor.fill_(1.0)
         else:
             target.tensor.normal_(0.0, target.shape[-1] ** -0.5, generator=generator)
+
+
+def _stacks(decoder: Decoder) -> Iterator[GpuWeight]:
+    """The quantised experts of each layer: to fill them one by one takes longer than all the rest."""
+    for layer in decoder.layers:
+        body = layer[-1].body
+        for weights in (body.gate_up, body.down) if isinstance(body, Experts) else ():
+            if isinstance(weights, GpuExperts):
+                yield from weights.stacks
 
 
 def _fill_slots(decoder: Decoder, adapters: int) -> None:

@@ -106,7 +106,10 @@ def tile(
     return elements.reshape(N, K)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_row"])
+@triton.jit(
+    do_not_specialize=["num_rows", "first_row", "rows_of_expert"],
+    do_not_specialize_on_alignment=["starts"],
+)
 def dequantise_kernel(
     out,  # [n, I] contiguous, written
     weight,  # [rows, bytes of a row] uint8
@@ -116,15 +119,23 @@ def dequantise_kernel(
     num_rows,  # n
     inputs,
     weight_stride,
+    starts,  # where the pairs of each expert begin, see `kernels.cuda.experts`; or None
+    rows_of_expert,
     FORM: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """N rows and K inputs."""
+    """N rows and K inputs. Rows of experts without pairs are not written."""
     wait(EARLY)
     place = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)[:, None]  # [N, 1]
     is_row = place < num_rows
+    if starts is not None:
+        of_expert = starts + place // rows_of_expert
+        begin = tl.load(of_expert, mask=is_row, other=0)
+        is_row &= begin < tl.load(of_expert + 1, mask=is_row, other=0)
+        if tl.max(is_row.to(tl.int32)) == 0:
+            return
     row = first_row + place
     if indices is not None:
         row = tl.load(indices + place, mask=is_row, other=0)
@@ -148,6 +159,9 @@ def dequantise(
     indices: torch.Tensor | range,
     inputs: int,
     dtype: torch.dtype,
+    *,
+    starts: torch.Tensor | None = None,
+    rows_of_expert: int = 1,
 ) -> torch.Tensor:
     """Rows of a weight, as a new tensor [n, I].
 
@@ -158,10 +172,14 @@ def dequantise(
         indices: Which rows: [n] int64, or consecutive ones. Each must be from 0 to O - 1.
         inputs: I.
         dtype: That of the result.
+        starts: The rows are those of experts, and only of those that have pairs they are computed: where the
+            pairs of each begin, one more than there are experts. None: all are.
+        rows_of_expert: How many each has.
     """
     out = torch.empty(len(indices), inputs, dtype=dtype, device=weight.device)
     first, chosen = (indices.start, None) if isinstance(indices, range) else (0, indices.contiguous())
     if len(out):
         grid = triton.cdiv(len(out), ROWS), triton.cdiv(inputs, INPUTS)
-        _variant(form).launch(grid, out, weight, table, chosen, first, len(out), inputs, weight.stride(0))
+        rows = first, len(out), inputs, weight.stride(0)
+        _variant(form).launch(grid, out, weight, table, chosen, *rows, starts, rows_of_expert)
     return out

@@ -13,11 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import gated_activation as definitions
 from kernels.cuda.dependent_launch import wait
 from kernels.cuda.variant import Variant
 
 # The number of columns of a program: in half precision, each thread loads 16 bytes from each half.
 BLOCK = 1024
+SIGMOID_GAIN = tl.constexpr(definitions.SIGMOID_GAIN)
+GATE_LIMIT = tl.constexpr(definitions.GATE_LIMIT)
 
 
 @triton.jit
@@ -54,6 +57,15 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def clamped_swiglu(gate, up):
+    """Float32 values, of which the first is rounded before the product. Comparisons keep NaN."""
+    limited = tl.where(gate > GATE_LIMIT, GATE_LIMIT, gate)
+    below = tl.where(up > GATE_LIMIT, GATE_LIMIT, up)
+    opened = limited / (1.0 + tl.exp(limited * -SIGMOID_GAIN))
+    return opened, tl.where(below < -GATE_LIMIT, -GATE_LIMIT, below) + 1.0
+
+
+@triton.jit
 def gated_activation_kernel(
     out,  # [T, I] contiguous
     gate_up,  # [T, 2 * I]
@@ -72,9 +84,13 @@ def gated_activation_kernel(
     mask = column < WIDTH
     gate = tl.load(gate_up + row * row_stride + column, mask=mask, other=0.0)
     up = tl.load(gate_up + row * row_stride + WIDTH + column, mask=mask, other=0.0)
+    factor = up.to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        opened, factor = clamped_swiglu(gate.to(tl.float32), factor)
+    else:
+        opened = activated(gate.to(tl.float32), ACTIVATION)
     # Rounded before the product, as the unfused model does.
-    rounded = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
-    product = rounded.to(tl.float32) * up.to(tl.float32)
+    product = opened.to(gate.dtype).to(tl.float32) * factor
     tl.store(out + row * WIDTH + column, product.to(gate.dtype), mask=mask)
 
 

@@ -52,6 +52,10 @@ class Sizes:
     masked_rows: int = 8
     ranks: int = 2
     quantised_batches: tuple[int, ...] = (1, 16, 64)
+    experts_shape: str = "qwen3-30b-a3b"
+    # Of gpt-oss-20b: experts, those of a token, and the widths; and rows.
+    experts: tuple[int, int, int, int] = (32, 4, 2880, 2880)
+    experts_rows: tuple[int, ...] = (1, 16, 64, 2048)
     invariant_batches: tuple[int, ...] = (1, 64)
     peer_batches: tuple[int, ...] = (1, 64)
     turns: int = 3
@@ -73,6 +77,9 @@ REHEARSAL = Sizes(
     adapted_batch=2,
     masked_rows=1,
     quantised_batches=(2,),
+    experts_shape="rehearsal-experts",
+    experts=(4, 2, 64, 32),
+    experts_rows=(2, 40),
     invariant_batches=(2,),
     peer_batches=(2,),
     turns=1,
@@ -335,24 +342,17 @@ def _ranks(context: Context, end_s: float) -> Iterator[Row]:
 def _quantised(context: Context, end_s: float) -> Iterator[Row]:
     """Products and steps with weights that stay quantised, beside those of the section "model"."""
     sizes, figures = context.sizes, context.figures("quantised", end_s)
-    shape, most = SHAPES[sizes.shape], max(sizes.quantised_batches)
+    for rows in sizes.experts_rows:
+        yield figures.measure(
+            f"experts in mxfp4, {rows} rows",
+            "kernel",
+            kernel="experts_mxfp4",
+            shape_name=sizes.shape,
+            size=[rows, *sizes.experts],
+        )
+    yield from _quantised_model(context, figures, sizes.experts_shape, *_QUANTISED[-1])
     for number, (name, bits) in enumerate(_QUANTISED[: 1 if sizes is REHEARSAL else None]):
-        asked = {"shape_name": sizes.shape, "batch": most, "context_tokens": sizes.context_tokens}
-        row, found = figures.call(f"kernels of {name}", "precompile", **asked, quantization=name)
-        row.note = row.note or "; ".join([] if found is None else found["errors"])
-        yield row
-        context.device.prepare_with("load", **_load(sizes, most, sizes.prefills[0]), quantization=name)
-        matrices = shape.num_hidden_layers * shape.layer_elements + shape.vocab_size * shape.hidden_size
-        saved = int(matrices * (2 - bits / 8))
-        for batch in sizes.quantised_batches:
-            reads = shape.decode_bytes(batch, sizes.context_tokens + 8) - saved
-            yield figures.measure(
-                f"{name}: decode, batch {batch}, device-fed", "decode", reads=reads, batch=batch, fed=True
-            )
-        tokens = sizes.prefills[0]
-        flops = shape.prefill_flops(1, tokens)
-        label = f"{name}: prefill, {tokens} tokens"
-        yield figures.measure(label, "prefill", flops=flops, seeded=True, tokens=tokens)
+        yield from _quantised_model(context, figures, sizes.shape, name, bits)
         for rows in sizes.product_rows[:3]:
             for place, product in enumerate(_PLACES):
                 yield figures.measure(
@@ -362,6 +362,31 @@ def _quantised(context: Context, end_s: float) -> Iterator[Row]:
                     shape_name=sizes.shape,
                     size=[place, rows, number],
                 )
+
+
+def _quantised_model(
+    context: Context, figures: Figures, shape_name: str, name: str, bits: float
+) -> Iterator[Row]:
+    """A model in a format of so many bits a weight: its kernels, steps and a prompt."""
+    sizes, shape = context.sizes, SHAPES[shape_name]
+    most, context_tokens, tokens = max(sizes.quantised_batches), sizes.context_tokens, sizes.prefills[0]
+    label = name if shape_name == sizes.shape else f"{shape_name} in {name}"
+    asked = {"shape_name": shape_name, "batch": most, "context_tokens": context_tokens}
+    row, found = figures.call(f"kernels of {label}", "precompile", **asked, quantization=name)
+    row.note = row.note or "; ".join([] if found is None else found["errors"])
+    yield row
+    loaded = _load(sizes, most, tokens) | {"shape_name": shape_name}
+    context.device.prepare_with("load", **loaded, quantization=name)
+    for batch in sizes.quantised_batches:
+        kv = shape.kv_bytes(batch * (context_tokens + 8))
+        reads = kv + int((shape.decode_bytes(batch, context_tokens + 8) - kv) * bits / 16)
+        yield figures.measure(
+            f"{label}: decode, batch {batch}, device-fed", "decode", reads=reads, batch=batch, fed=True
+        )
+    flops = shape.prefill_flops(1, tokens)
+    yield figures.measure(
+        f"{label}: prefill, {tokens} tokens", "prefill", flops=flops, seeded=True, tokens=tokens
+    )
 
 
 def _batch_invariant(context: Context, end_s: float) -> Iterator[Row]:

@@ -35,6 +35,9 @@ def angle_loss(largest: float) -> float:
 def activated64(gate: torch.Tensor, activation: str) -> torch.Tensor:
     """The activation of a gate in float64, from its definition."""
     x = gate.double()
+    if activation == "clamped_swiglu":
+        limited = x.clamp(max=7.0)
+        return limited * torch.sigmoid(1.702 * limited)
     if activation == "silu":
         return x * torch.sigmoid(x)
     if activation == "gelu":
@@ -43,17 +46,25 @@ def activated64(gate: torch.Tensor, activation: str) -> torch.Tensor:
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
+def factor64(up: torch.Tensor, activation: str) -> torch.Tensor:
+    """What an activation is multiplied by, in float64."""
+    return up.double().clamp(-7.0, 7.0) + 1 if activation == "clamped_swiglu" else up.double()
+
+
 def gate_loss(gate: torch.Tensor, activation: str = "silu") -> float:
     """What an activation and a product cost in float32 at most, relative to each value.
 
     In units of 2^-24: exp is off by its argument times what that was rounded by, and by 4; the quotient by 4;
     the sum in it and the product by 1 each. The argument is x itself for silu, rounded once. For gelu_tanh it
     is a polynomial, rounded in 4 products, their 3 constants and a sum. For gelu it is x^2 / 2, rounded in 2
-    products and a constant, and exp is followed by a polynomial that is off by 5, and two more products.
+    products and a constant, and exp is followed by a polynomial that is off by 5, and two more products. For
+    clamped_swiglu it is 1.702 x, rounded in a product and a constant, and up is rounded in a sum.
     """
     largest = gate.abs().max().item()
     if activation == "silu":
         lost = largest + 10
+    elif activation == "clamped_swiglu":
+        lost = 2 * 1.702 * largest + 11
     elif activation == "gelu":
         lost = 3 * largest**2 / 2 + 17
     else:
@@ -96,6 +107,7 @@ def experts64(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: str,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A mixture of experts in float64, pair by pair, and what each element may be off by.
 
@@ -105,25 +117,33 @@ def experts64(
     """
     unit = torch.finfo(x.dtype).eps / 2
 
-    def product(rows: torch.Tensor, off: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        wide = matrix.double()
+    def product(
+        rows: torch.Tensor, off: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        wide, terms = matrix.double(), len(matrix.T)
         exact = rows @ wide.T
-        lost = (len(wide.T) * 2**-24 * rows.abs() + (1 + unit) * off) @ wide.abs().T
+        if bias is not None:
+            exact, terms = exact + bias.double(), terms + 1
+        lost = (terms * 2**-24 * rows.abs() + (1 + unit) * off) @ wide.abs().T
+        if bias is not None:
+            lost += 2**-24 * bias.double().abs()
         return exact, lost + unit * (exact.abs() + lost)
 
     out, allowed = (torch.zeros(x.shape, dtype=torch.float64) for _ in range(2))
     for token, chosen in enumerate(expert_ids.tolist()):
         for choice, expert in enumerate(chosen):
-            both, off = product(x[token].double(), torch.zeros(x.shape[1]).double(), gate_up[expert])
+            own = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+            both, off = product(x[token].double(), torch.zeros(x.shape[1]).double(), gate_up[expert], own[0])
             (gate, up), (gate_off, up_off) = both.chunk(2), off.chunk(2)
             activated = activated64(gate, activation)
             activated_off = 1.2 * gate_off + (unit + gate_loss(gate, activation)) * (
                 activated.abs() + 1.2 * gate_off
             )
-            inner = activated * up
-            inner_off = activated_off * (up.abs() + up_off) + activated.abs() * up_off
+            factor = factor64(up, activation)
+            inner = activated * factor
+            inner_off = activated_off * (factor.abs() + up_off) + activated.abs() * up_off
             inner_off += unit * (inner.abs() + inner_off)
-            result, result_off = product(inner, inner_off, down[expert])
+            result, result_off = product(inner, inner_off, down[expert], own[1])
             weight = expert_weights[token, choice].double()
             out[token] += weight * result
             allowed[token] += weight.abs() * (result_off + (len(chosen) + 1) * 2**-24 * result.abs())

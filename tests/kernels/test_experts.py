@@ -12,8 +12,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kernels.cpu.experts import PackedWeights
-from kernels.experts import ExpertWeights, experts, pack_experts, route
-from kernels.gated_activation import CUDA_ACTIVATIONS, Activation
+from kernels.experts import Biases, ExpertWeights, experts, pack_experts, route
+from kernels.gated_activation import OF_THE_GATE, Activation
 from kernels.linear import DenseWeight, can_pack
 from tests.kernels.conftest import HAS_TRITON
 from tests.kernels.cuda.poison import surrounded
@@ -46,9 +46,9 @@ def pack(matrices: torch.Tensor) -> ExpertWeights:
     return pack_experts([DenseWeight(each.clone()) for each in matrices])
 
 
-def packed(*given: Any) -> torch.Tensor:
+def packed(*given: Any, **options: Any) -> torch.Tensor:
     x, gate_up, down, *others = given
-    return experts(x, pack(gate_up), pack(down), *others)
+    return experts(x, pack(gate_up), pack(down), *others, **options)
 
 
 @pytest.fixture(params=[TRITON, "plain", "packed"])
@@ -71,6 +71,7 @@ def run(request: pytest.FixtureRequest, device: str) -> Run:
         ids: torch.Tensor,
         weights: torch.Tensor,
         activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         idle = torch.ones(len(gate_up), dtype=torch.bool)
         idle[ids.flatten()] = False
@@ -78,7 +79,9 @@ def run(request: pytest.FixtureRequest, device: str) -> Run:
         for matrix in told:
             matrix[idle] = torch.nan
         rest: list[Any] = [tensor.to(on_device) for tensor in (*told, ids, weights)]
-        actual = kernel(surrounded(x, on_device), *rest, activation)
+        if biases is not None:
+            biases = biases[0].to(on_device), biases[1].to(on_device)
+        actual = kernel(surrounded(x, on_device), *rest, activation, biases=biases)
         assert actual.shape == x.shape and actual.dtype == x.dtype
         return actual.cpu()
 
@@ -115,7 +118,7 @@ def test_all_rows_on_one_expert(tokens: int, dtype: torch.dtype, run: Run) -> No
     assert_within(run(*given), *experts64(*given, "silu"))
 
 
-@pytest.mark.parametrize("activation", CUDA_ACTIVATIONS)
+@pytest.mark.parametrize("activation", OF_THE_GATE)
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_activations_and_weights_of_either_dtype(
     activation: Activation, weights_dtype: torch.dtype, run: Run
@@ -124,6 +127,15 @@ def test_activations_and_weights_of_either_dtype(
     assert weights.dtype is weights_dtype
     given = (torch.randn(9, 32).bfloat16(), *matrices(4, 24, 32, torch.bfloat16), ids, weights)
     assert_within(run(*given, activation), *experts64(*given, activation))
+
+
+@pytest.mark.parametrize("tokens", [9, 40])
+def test_biases_and_a_clamped_gate(tokens: int, run: Run) -> None:
+    """As gpt-oss has them; with both tiles of the CUDA kernels."""
+    biases = torch.randn(4, 48).bfloat16(), torch.randn(4, 32).bfloat16()
+    x, weights = torch.randn(tokens, 32).bfloat16(), matrices(4, 24, 32, torch.bfloat16)
+    given = x, *weights, *choices(tokens, 4, 2), "clamped_swiglu", biases
+    assert_within(run(*given), *experts64(*given))
 
 
 def test_without_gates(run: Run) -> None:

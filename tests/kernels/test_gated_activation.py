@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from kernels.cpu import library
 from kernels.gated_activation import (
-    CUDA_ACTIVATIONS,
+    OF_THE_GATE,
     Activation,
     gated_activation,
     gated_activation_reference,
@@ -20,11 +20,10 @@ from kernels.gated_activation import (
 from tests.kernels.conftest import HAS_TRITON
 from tests.kernels.cuda.poison import assert_rounded, far_apart, surrounded
 from tests.kernels.instruction_sets import need_compiled
-from tests.kernels.references import activated64, assert_close, gate_loss
+from tests.kernels.references import activated64, assert_close, factor64, gate_loss
 
 NAMES_OF_TRANSFORMERS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
-# Of the other one: tests/workers/test_gpt_oss.py.
-EACH = pytest.mark.parametrize("activation", CUDA_ACTIVATIONS)
+EACH = pytest.mark.parametrize("activation", OF_THE_GATE)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
 # Columns of a program of the CUDA kernel.
@@ -53,10 +52,10 @@ def random(tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 def exact(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = gate_up.double().chunk(2, dim=-1)
-    return activated64(gate, activation) * up
+    return activated64(gate, activation) * factor64(up, activation)
 
 
-@EACH
+@pytest.mark.parametrize("activation", [*OF_THE_GATE, "clamped_swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "width"), [(0, 32), (1, 1), (9, 96), (2, BLOCK + 8)])
 def test_is_accurate(tokens: int, width: int, dtype: torch.dtype, activation: str, gate_of: Gate) -> None:
@@ -130,6 +129,14 @@ def test_the_reference_is_bitwise_that_of_transformers(dtype: torch.dtype, activ
     gate, up = gate_up.chunk(2, dim=-1)
     expected = ACT2FN[NAMES_OF_TRANSFORMERS[activation]](gate) * up
     assert torch.equal(gated_activation_reference(gate_up, activation), expected)
+
+
+def test_a_clamped_gate_keeps_nan_and_infinity(gate_of: Gate) -> None:
+    """As the reference, which tests/workers/test_gpt_oss.py compares with transformers."""
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, 7.0, -7.0, 1.0])
+    gate_up = torch.cartesian_prod(values, values).T.reshape(1, -1)
+    expected = gated_activation_reference(gate_up, "clamped_swiglu")
+    torch.testing.assert_close(gate_of(gate_up, "clamped_swiglu"), expected, equal_nan=True)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

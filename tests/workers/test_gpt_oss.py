@@ -24,7 +24,14 @@ from tests.workers.packing import random_texts
 from tests.workers.test_gguf_models import TEXT, rounded
 from tests.workers.test_quantised_directories import matrices
 from tests.workers.test_quantised_experts import assert_logits_are, is_one_call
-from workers.executors.loading import AUTO, NATIVE, TRANSFORMERS, choose_backend, load_served
+from workers.executors.loading import (
+    AUTO,
+    NATIVE,
+    TRANSFORMERS,
+    choose_backend,
+    is_quantised_for_cpu,
+    load_served,
+)
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.library.quantised_module import separate_experts
@@ -105,13 +112,13 @@ def test_its_gate_is_that_of_the_library() -> None:
     )
 
 
-def test_a_gpu_runs_it_by_the_library_if_it_is_not_quantised(of_makers: Path) -> None:
-    plain = of_makers.parent / "plain"
-    assert choose_backend(plain, AUTO).backend == NATIVE
-    on_gpu = choose_backend(plain, AUTO, on_cuda=True)
-    assert on_gpu.backend == TRANSFORMERS and "gpt_oss" in on_gpu.reason
-    with pytest.raises(ModelError, match="gpt_oss"):
-        choose_backend(of_makers, AUTO, on_cuda=True)
+def test_it_is_native_on_a_gpu_too(of_makers: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(of_makers / "model.safetensors")
+    config = json.loads((of_makers / "config.json").read_text())
+    assert choose_backend(of_makers, AUTO).backend == NATIVE
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 64}))  # as the real ones have
+    assert choose_backend(tmp_path, AUTO, on_cuda=True).backend == NATIVE
+    assert not is_quantised_for_cpu(tmp_path)
 
 
 def without(name: str) -> dict[str, torch.Tensor | None]:

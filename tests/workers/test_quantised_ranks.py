@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,11 +136,24 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
         split_model(plain(tmp_path / "narrow", head_dim=16, intermediate_size=128), 4, quantization="q8_0")
 
 
-def test_experts_on_a_gpu_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "quantised", [{"ordered": True, "left": ["mlp.gate"]}, {"left": ["mlp.gate", "experts.2.up_proj"]}]
+)
+def test_experts_that_a_gpu_cannot_have_together_are_refused(
+    quantised: dict[str, Any], tmp_path: Path
+) -> None:
     """A worker that may have a GPU or not chooses the CPU for them."""
-    experts = MODELS["experts"](tmp_path / "experts")
-    with pytest.raises(UnsupportedError, match="quantised experts need device = cpu"):
+    sizes = {"head_dim": 64, "moe_intermediate_size": 64}
+    experts = plain(tmp_path, "qwen3_moe", **sizes)
+    assert not is_quantised_for_cpu(experts) and not is_quantised_for_cpu(experts, "q8_0")
+    make.gptq(experts, **quantised)
+    with pytest.raises(UnsupportedError, match="must all have one format, in the order of their inputs"):
         plan_load(experts, device="cuda")
-    dense = plain(tmp_path / "dense", head_dim=64)
-    assert is_quantised_for_cpu(experts) and is_quantised_for_cpu(tmp_path / "nowhere") is False
-    assert not is_quantised_for_cpu(dense) and not is_quantised_for_cpu(dense, "q8_0")
+    assert is_quantised_for_cpu(experts)
+
+
+def test_most_quantised_models_are_for_a_gpu(tmp_path: Path) -> None:
+    assert is_quantised_for_cpu(tmp_path / "nowhere") is False
+    for family in ("qwen3", "qwen3_moe"):
+        file = in_gguf(tmp_path / family, Q4_K_M, family, head_dim=64, moe_intermediate_size=256)
+        assert not is_quantised_for_cpu(file)

@@ -33,7 +33,14 @@ from workers.models.lora import BaseMatrix, ExpertStack
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
 from workers.models.source import source_of
-from workers.models.weights import LoadPlan, Progress, check_names, load_planned, plan_load
+from workers.models.weights import (
+    LoadPlan,
+    Progress,
+    check_gpu_formats,
+    check_names,
+    load_planned,
+    plan_load,
+)
 from workers.operations import AdapterSource
 
 _log = logging.getLogger(__name__)
@@ -133,11 +140,12 @@ def is_quantised_for_cpu(directory: Path, quantization: str | None = None) -> bo
             return False
         config = ModelConfig.from_directory(directory)
         check_cuda_kernels(config)
+        check_gpu_formats(directory, config, quantization)
     except UnsupportedError:
         return True
     except ModelError:
-        return False
-    return config.experts is not None or config.is_recurrent or config.latent is not None
+        pass
+    return False
 
 
 def load_served(  # noqa: PLR0913 - the settings of a load

@@ -88,7 +88,7 @@ def check_cuda_device(device: torch.device) -> None:
 
 def check_cuda_kernels(config: ModelConfig) -> None:
     """Raises UnsupportedError for a model for which there are no CUDA kernels."""
-    if config.family.expert_biases or config.is_recurrent or config.latent is not None:
+    if config.is_recurrent or config.latent is not None:
         raise UnsupportedError(f"model_type: {config.model_type} has no native code on a CUDA device")
     if config.head_dim not in CUDA_WIDTHS:
         known = ", ".join(map(str, CUDA_WIDTHS))

@@ -5,15 +5,19 @@ Dimension letters: C hidden width; H query heads; K key-value heads; D head widt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from kernels import gpu_format
 from kernels.experts import ExpertWeights
+from kernels.gpu_experts import GpuExperts
+from kernels.gpu_weight import GpuWeight
 from kernels.linear import DenseWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
-from kernels.weight_formats import HeldFormat, check_cut, new_weight
+from kernels.weight_formats import HeldFormat, OnGpu, check_cut, new_weight
 from workers import huge_pages
 from workers.models.adapted import Layer
 from workers.models.config import ModelConfig
@@ -126,6 +130,22 @@ class _Parts:
         if form is None:
             return DenseWeight(self.empty(outputs, len(taken)))
         return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)
+
+    def _matrices(self, named: Sequence[Mapping[str, int]], inputs: int, taken: range) -> ExpertWeights:
+        """Those of all experts, as `matrix`: together on a GPU, elsewhere a list, to be packed one by one."""
+        forms = [[None if self._formats is None else self._formats(name) for name in rows] for rows in named]
+        if any(isinstance(form, OnGpu) for form in itertools.chain(*forms)):
+            rows = {name: size * len(named) for name, size in named[0].items()}
+            matrix = self.matrix(rows, inputs, taken)
+            parts = matrix.parts if isinstance(matrix, StackedWeight) else [matrix]
+            stacks = [part for part in parts if isinstance(part, GpuWeight)]
+            if len(stacks) < len(parts) or any(of_expert != forms[0] for of_expert in forms):
+                needed = "quantised experts must all have one format, in the order of their inputs, on a GPU"
+                raise UnsupportedError(f"tensor {next(iter(rows))}: {needed}; use device = cpu")
+            return GpuExperts(stacks, len(named))
+        if gpu_format.is_gpu(torch.device(self._device)):
+            return self.empty(len(named), sum(named[0].values()), len(taken))
+        return [self.matrix(rows, inputs, taken) for rows in named]
 
     def of_vocabulary(self, name: str) -> Weight:
         """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
@@ -410,14 +430,11 @@ class _Parts:
         part = self._shard.part(size)
 
         def matrices(rows: Mapping[str, int], inputs: int, taken: range) -> ExpertWeights:
-            """Of all experts: one tensor on a GPU, elsewhere a list, to be packed one by one."""
-            if torch.device(self._device).type == "cuda":
-                return self.empty(experts.count, sum(rows.values()), len(taken))
             named = [
                 {f"{place}{name.format(expert)}.weight": count for name, count in rows.items()}
                 for expert in range(experts.count)
             ]
-            return [self.matrix(of_expert, inputs, taken) for of_expert in named]
+            return self._matrices(named, inputs, taken)
 
         biases = None
         if self._family.expert_biases:

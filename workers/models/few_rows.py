@@ -21,7 +21,7 @@ import torch
 
 from kernels.few_rows import NormBefore, few_rows_product
 from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
-from kernels.gated_activation import UNGATED, Activation, gated_activation
+from kernels.gated_activation import OF_THE_GATE, Activation, gated_activation
 from kernels.gpu_format import GpuFormat
 from kernels.gpu_weight import GpuWeight
 from kernels.linear import DenseWeight
@@ -240,7 +240,7 @@ def _products_of(sublayer: Sublayer) -> tuple[_Product, ...] | None:
     body, norm = sublayer.body, sublayer.before
     if norm is None or sublayer.group is not None:
         return None
-    if isinstance(body, GatedMlp) and body.activation != UNGATED:
+    if isinstance(body, GatedMlp) and body.activation in OF_THE_GATE:
         into = _Product.of("gate_up", body.into, norm, body.activation)
         out = _Product.of("down", body.output, None, None)
     elif isinstance(body, Attention) and not body.is_last:

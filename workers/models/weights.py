@@ -154,8 +154,6 @@ def plan_load(
     for note in source.notes():
         _log.info("%s: %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
-    if (quantization is not None or forms) and config.experts is not None and gpu_format.is_gpu(device):
-        raise UnsupportedError("quantised experts need device = cpu")
     if config.is_recurrent and device.type != "cpu":
         raise UnsupportedError("native code for recurrent layers needs device = cpu")
     if config.latent is not None and device.type != "cpu":
@@ -211,6 +209,14 @@ def check_names(directory: Path, config: ModelConfig) -> None:
         ModelError: The headers of the files cannot be read.
     """
     _targets(config, directory, _of_text(source_of(directory).tensors(), config), torch.float32)
+
+
+def check_gpu_formats(directory: Path, config: ModelConfig, quantization: str | None) -> None:
+    """Raises UnsupportedError if a GPU cannot have a model's weights as they are quantised; reads headers."""
+    entries = _of_text(source_of(directory).tensors(), config)
+    forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
+    formats = formats_of(quantization, forms, config, torch.device("cuda"))
+    build_decoder(config, torch.float32, "meta", formats=formats)
 
 
 def load_planned(

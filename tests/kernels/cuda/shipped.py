@@ -22,6 +22,7 @@ from kernels.float8_weight import Float8Format
 from kernels.group_formats import FORMATS, integer_groups, table_groups
 from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS, paged_attention
 from kernels.weight_formats import OnGpu, WeightFormat
+from workers.models.builder import FormatOf
 from workers.models.config import ModelConfig
 
 # By architecture: H100, L40 and A100.
@@ -99,10 +100,8 @@ def _models() -> Iterator[tuple[ModelConfig, torch.dtype, Steps]]:
     yield qwen3, _BF16, Steps(8, 512, batch_invariant=True, lora=(8, 64))
     # 14B
     yield _config("qwen3", 5120, 17_408, 40, 8, head_dim=128, tie_word_embeddings=False), _BF16, _STEPS
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    qwen3_moe = _config("qwen3_moe", 2048, 6144, 32, 4, head_dim=128, **experts)  # 30B-A3B
-    yield qwen3_moe, _BF16, _STEPS
-    yield qwen3_moe, _FP32, Steps(8, 512, batch_invariant=True)
+    yield _qwen3_moe(), _BF16, _STEPS
+    yield _qwen3_moe(), _FP32, Steps(8, 512, batch_invariant=True)
     mixtral = {"num_local_experts": 8, "num_experts_per_tok": 2}
     yield _config("mixtral", 4096, 14_336, 32, 8, **mixtral), _FP16, _STEPS  # 8x7B
     # Widths that fill no tile.
@@ -137,6 +136,34 @@ def _quantised() -> dict[str, WeightFormat]:
 
 def _format_of(tensor: str) -> OnGpu | None:
     return next((OnGpu(form) for place, form in _quantised().items() if tensor.startswith(place)), None)
+
+
+def _experts(tensor: str) -> OnGpu | None:
+    """Of gate and up, and of down, in each layer: the formats that most files have, and two of 8 bits."""
+    int4 = integer_groups(4, 128, torch.float16, zeros=True)
+    pairs = (FORMATS["q4_k"], FORMATS["q6_k"]), (int4, int4), (Float8Format(128), FORMATS["q8_0"])
+    return OnGpu(pairs[int(tensor.split(".")[2])]["down" in tensor]) if ".experts." in tensor else None
+
+
+def _mxfp4(tensor: str) -> OnGpu | None:
+    return OnGpu(FORMATS["mxfp4"]) if ".experts." in tensor else None
+
+
+def _quantised_models() -> Iterator[tuple[ModelConfig, FormatOf, Steps]]:
+    """Experts with the same bits, too: as those of many rows, which the steps here have not."""
+    qwen3 = _config("qwen3", 4096, 12_288, 32, 8, head_dim=128, tie_word_embeddings=False)  # 8B
+    yield qwen3, _format_of, _STEPS
+    gpt_oss = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
+    of_20b = _config("gpt_oss", 2880, 2880, 64, 8, **gpt_oss, attention_bias=True)
+    for batch_invariant in (False, True):
+        steps = Steps(8, 512, batch_invariant)
+        yield _qwen3_moe(), _experts, steps
+        yield of_20b, _mxfp4, steps
+
+
+def _qwen3_moe() -> ModelConfig:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    return _config("qwen3_moe", 2048, 6144, 32, 4, head_dim=128, **experts)  # 30B-A3B
 
 
 def _attention() -> Iterator[tuple[torch.dtype, tuple[int, int], tuple[int, int], dict[str, Any]]]:
@@ -176,8 +203,8 @@ def launches_on(architecture: int) -> frozenset[Launch]:
     found = set[Launch]()
     for config, dtype, steps in _models():
         found |= launches_of(config, dtype, steps, device)
-    quantised = _config("qwen3", 4096, 12_288, 32, 8, head_dim=128, tie_word_embeddings=False)  # 8B
-    found |= launches_of(quantised, _BF16, _STEPS, device, _format_of)
+    for config, format_of, steps in _quantised_models():
+        found |= launches_of(config, _BF16, steps, device, format_of)
     with as_on(device), recording() as attended:
         for shape in _attention():
             _attend(*shape)

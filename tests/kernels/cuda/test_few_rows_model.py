@@ -32,17 +32,13 @@ from workers.models.registry import FAMILIES
 FUSED = {
     "arcee": 6,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), 3),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), 6),
+    **dict.fromkeys(("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"), 6),
     "qwen3_moe with dense layers": 12,
     **dict.fromkeys(("gemma2", "gemma3", "granite"), 7),
     **dict.fromkeys(("olmo2", "olmo3"), 0),
 }
 # Native code of the others is for CPUs.
-ON_GPUS = [
-    name
-    for name in WITHOUT_STATES
-    if not (family := FAMILIES[MODELS[name][0]]).expert_biases and "kv_lora_rank" not in family.reads
-]
+ON_GPUS = [name for name in WITHOUT_STATES if "kv_lora_rank" not in FAMILIES[MODELS[name][0]].reads]
 # In their products, what comes before and behind them, or their experts. The others differ from one of these
 # in positions, windows and widths.
 DIFFERING = (

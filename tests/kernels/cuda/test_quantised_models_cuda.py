@@ -17,10 +17,11 @@ from kernels.permuted_weight import PermutedWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
 from tests import quantised_directories as make
+from tests.families import settings_of
 from tests.gguf_files import write_gguf
 from tests.gpu.sizes import FirstTiles
 from tests.kernels.conftest import INTERPRETED
-from tests.model_factory import TinyModel, make_model
+from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
 from tests.workers.test_gguf_models import Q4_K_M
 from tests.workers.test_quantised_ranks import plain
@@ -52,7 +53,17 @@ def written(directory: Path, write: Callable[[Path], object]) -> Path:
     return directory
 
 
-# Fused projections of several formats and of none, an order of inputs, and a tied head.
+def experts(path: Path) -> Path:
+    model_type, settings = settings_of("qwen3_moe")
+    sizes = WIDE | {"num_experts": 3, "moe_intermediate_size": 32}
+    return make_family_model(path / "experts", model_type, settings | sizes)
+
+
+def apart(name: str) -> str:
+    return "q8_0" if "up_proj" in name else "q4_0"
+
+
+# Fused projections of several formats and of none, an order of inputs, a tied head, and experts.
 MODELS: dict[str, Callable[[Path], tuple[Path, str | None]]] = {
     "Q4_K_M": lambda path: (write_gguf(path / "model.gguf", plain(path, **WIDE), Q4_K_M), None),
     "gptq in another order": lambda path: (
@@ -61,10 +72,14 @@ MODELS: dict[str, Callable[[Path], tuple[Path, str | None]]] = {
     ),
     "float8 in part": lambda path: (written(path, lambda made: make.float8(made, left=["v_proj"])), None),
     "q8_0": lambda path: (make_model(path, replace(SMALL, tied=True)), "q8_0"),
+    "experts": lambda path: (write_gguf(path / "model.gguf", experts(path), apart), None),
 }
 
 
-@pytest.fixture(params=MODELS)
+# Of experts others find nearly the same: test_gpt_oss_cuda.py and test_quantised_experts_cuda.py.
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.thorough) if name == "experts" else name for name in MODELS]
+)
 def plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadPlan:
     """In the memory of the CPU, as a GPU has it: kernels are interpreted there."""
     monkeypatch.setattr(gpu_format, "is_gpu", lambda _: True)
