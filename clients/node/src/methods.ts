@@ -18,7 +18,12 @@ export type Response<O extends DescMessage> = MessageShape<O>;
 /** A message as a plain object. */
 export type Fields<M> = Omit<M, "$typeName" | "$unknown">;
 
-const always = () => true;
+// Idempotent, or read-only.
+const ALWAYS = new Set([
+  ...["TruncateKV", "ReleaseCache", "RenewCache", "CancelExecution", "UnloadAdapter", "Warmup"],
+  ...["Forward", "BatchForward", "EstimateCost", "Embed", "ListCaches", "ListAdapters", "ListRuntimes"],
+  ...["GetModelInfo", "GetCapabilities", "GetStatus", "GetCacheMetrics", "GetLoraMetrics"],
+]);
 /** An append with `position`, or a new cache with a `requestId`. */
 const isFenced = (append: any) => (append.cacheId ? append.position !== undefined : Boolean(append.requestId));
 const allFenced = ({ items }: any) => items.every(isFenced);
@@ -34,26 +39,6 @@ const REPEATABLE = new Map<string, (request: any) => boolean>([
   ["UnifiedForward", allOfCaches],
   ["ForkCache", hasRequestId],
   ["ForkCaches", hasRequestId],
-  // Idempotent.
-  ["TruncateKV", always],
-  ["ReleaseCache", always],
-  ["RenewCache", always],
-  ["CancelExecution", always],
-  ["UnloadAdapter", always],
-  ["Warmup", always],
-  // Read-only.
-  ["Forward", always],
-  ["BatchForward", always],
-  ["EstimateCost", always],
-  ["Embed", always],
-  ["ListCaches", always],
-  ["ListAdapters", always],
-  ["ListRuntimes", always],
-  ["GetModelInfo", always],
-  ["GetCapabilities", always],
-  ["GetStatus", always],
-  ["GetCacheMetrics", always],
-  ["GetLoraMetrics", always],
 ]);
 
 export function fieldsOf<M extends object>(message: M): Fields<M> {
@@ -63,7 +48,7 @@ export function fieldsOf<M extends object>(message: M): Fields<M> {
 
 /** Whether a request is safe to retry. A call that is not in the list is not. */
 export function mayRepeat(method: { name: string }, request: unknown): boolean {
-  return REPEATABLE.get(method.name)?.(request) ?? false;
+  return ALWAYS.has(method.name) || (REPEATABLE.get(method.name)?.(request) ?? false);
 }
 
 /** The message of a request; each of its appends has the priority, if one is given. Throws RangeError for an unknown one. */

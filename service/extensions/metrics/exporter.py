@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,34 +105,23 @@ class Exporter(Extension):
             case "/healthz":
                 return 200, _TEXT, b"ok\n"
             case "/readyz":
-                why_not = self._why_not_ready()
-                return (503 if why_not else 200), _TEXT, f"{why_not or 'ready'}\n".encode()
+                # As `quire_state`, and as the gRPC health service.
+                state = self._parts.state.state_name
+                return (200, _TEXT, b"ready\n") if state == "serving" else (503, _TEXT, f"{state}\n".encode())
         return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
 
-    def _why_not_ready(self) -> str:
-        """The state as in `quire_state`, or empty if the gRPC health service says SERVING."""
-        state = self._parts.state.state_name
-        return "" if state == "serving" else state
-
     async def _metrics(self, is_openmetrics: bool) -> tuple[str, bytes]:
+        """The content type and the text, which may have been computed for another request just before."""
         render: Callable[[Any], bytes] = exposition.generate_latest
-        content_type = exposition.CONTENT_TYPE_PLAIN_0_0_4
+        content_type, end = exposition.CONTENT_TYPE_PLAIN_0_0_4, b""
         if is_openmetrics:
-            content_type, render = openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest
-
-        async def text() -> bytes:
-            return await self._rendered(render) + (_END if is_openmetrics else b"")
-
-        return content_type, await self._recent(content_type, text)
-
-    async def _recent(self, content_type: str, compute: Callable[[], Awaitable[bytes]]) -> bytes:
-        """What `compute` returned for anybody within _MAX_AGE_S, else now."""
+            content_type, end, render = openmetrics.CONTENT_TYPE_LATEST, _END, openmetrics.generate_latest
         async with self._computing:
             computed_s, text = self._texts.get(content_type, (0.0, b""))
             if not text or time.monotonic() - computed_s > _MAX_AGE_S:
-                text = await compute()
+                text = await self._rendered(render) + end
                 self._texts[content_type] = time.monotonic(), text
-        return text
+        return content_type, text
 
     async def _rendered(self, render: Callable[[Any], bytes]) -> bytes:
         """All families as text, in slices. The figures are those of one moment."""

@@ -62,10 +62,10 @@ def earlier_messages(value: object, stored: StoredResponses) -> bytes:
     previous_id = value.get("previous_response_id") if isinstance(value, dict) else None
     if previous_id is None:
         return b""
-    found = stored.messages(current_tenant_name(), string(previous_id, "previous_response_id"))
+    found = stored.find(current_tenant_name(), string(previous_id, "previous_response_id"))
     if found is None:
         raise not_found("PREVIOUS_RESPONSE_NOT_FOUND", "previous_response_id")
-    return found
+    return found.messages
 
 
 def responses(

@@ -40,7 +40,7 @@ def not_found(reason: str, field: str) -> InvalidArgument:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class StoredResponse:
     """`messages`: up to this response and with it, as JSON. `response`: itself, likewise."""
 
     messages: bytes
@@ -60,7 +60,7 @@ class StoredResponses:
         self._now_s = now_s
         self._max_bytes = max_bytes
         # The least recently used first.
-        self._stored: OrderedDict[tuple[str, str], _Stored] = OrderedDict()
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._bytes: dict[str, int] = {}
         self._all_bytes = 0
 
@@ -71,7 +71,7 @@ class StoredResponses:
             earlier, whole = (json.dumps(each).encode() for each in (messages, response))
         except RecursionError:
             return
-        stored = _Stored(earlier, whole, self._now_s() + KEPT_S)
+        stored = StoredResponse(earlier, whole, self._now_s() + KEPT_S)
         self.delete(tenant, response["id"])
         if stored.size_bytes > self._max_bytes // TENANT_SHARE:
             return
@@ -79,15 +79,14 @@ class StoredResponses:
         self._count(tenant, stored.size_bytes)
         self._make_room(tenant)
 
-    def messages(self, tenant: str, response_id: str) -> bytes | None:
-        """The messages up to a response and with it, as JSON. None: it is not there."""
-        stored = self._find(tenant, response_id)
-        return None if stored is None else stored.messages
-
-    def response(self, tenant: str, response_id: str) -> bytes | None:
-        """A response as JSON. None: it is not there."""
-        stored = self._find(tenant, response_id)
-        return None if stored is None else stored.response
+    def find(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """A response, if it is there."""
+        stored = self._stored.get((tenant, response_id))
+        if stored is None or stored.until_s <= self._now_s():
+            self.delete(tenant, response_id)
+            return None
+        self._stored.move_to_end((tenant, response_id))
+        return stored
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Forgets a response. Returns whether there was one."""
@@ -102,14 +101,6 @@ class StoredResponses:
         self._bytes[tenant] = self._bytes.get(tenant, 0) + more_bytes
         if not self._bytes[tenant]:
             del self._bytes[tenant]
-
-    def _find(self, tenant: str, response_id: str) -> _Stored | None:
-        stored = self._stored.get((tenant, response_id))
-        if stored is None or stored.until_s <= self._now_s():
-            self.delete(tenant, response_id)
-            return None
-        self._stored.move_to_end((tenant, response_id))
-        return stored
 
     def _make_room(self, tenant: str) -> None:
         """Forgets as much as is too much of this tenant, or of all."""
@@ -140,8 +131,9 @@ class StoredResponseHandler:
                 scope, receive, send
             )
             return
-        if (found := self.stored.response(tenant, response_id)) is None:
+        if (stored := self.stored.find(tenant, response_id)) is None:
             raise not_found("RESPONSE_NOT_FOUND", "")
+        found = stored.response
         # It may be deleted, and others be kept, before the client has read it.
         with self.budgets.of(current_tenant()).answers.held(len(found)):
             body = ResponseBody(send, [JSON])

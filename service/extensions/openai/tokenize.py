@@ -43,8 +43,9 @@ class Tokens:
         model = await self._model(fields)
         with_names = fields.get("return_token_strs", boolean)
         if fields.has("messages"):
-            body = {name: fields.raw(name) for name in _OF_CHATS}
-            ids: Sequence[int] = await self._of_chat({"model": model.runtime, **body})
+            body = {name: fields.raw(name) for name in _OF_CHATS if fields.has(name)}
+            request = chat({"model": model.runtime, **body}, self.models.resolve)
+            ids: Sequence[int] = await self._encoded(request)
             fields.refuse_others(neutral={"add_special_tokens": False})
         else:
             prompt = fields.get("prompt", string)
@@ -83,10 +84,6 @@ class Tokens:
         if not request.model.is_local:
             raise unsupported("model", "a provider does not count tokens")
         return {"input_tokens": len(await self._encoded(request))}
-
-    async def _of_chat(self, body: dict[str, Any]) -> list[int]:
-        request = chat({name: each for name, each in body.items() if each is not None}, self.models.resolve)
-        return await self._encoded(request)
 
     async def _encoded(self, request: CompletionRequest) -> list[int]:
         chat, most = request.items[0].chat, self.state.limits.max_seq_tokens

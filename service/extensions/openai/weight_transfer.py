@@ -15,6 +15,7 @@ import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from quire.v1 import admin_pb2
@@ -203,10 +204,15 @@ class WeightTransfer:
 
     async def _serve(self, upload: Upload) -> admin_pb2.LoadWeightsResponse:
         progress: list[admin_pb2.LoadWeightsResponse] = []
+
+        async def write(message: admin_pb2.LoadWeightsResponse) -> None:
+            progress.append(message)
+
         request = admin_pb2.LoadWeightsRequest(
             source=upload.source, previous_caches=_PREVIOUS_CACHES[self._pause]
         )
-        await self._admin.LoadWeights(request, cast("Any", _Progress(progress)))
+        # All that it needs of a gRPC context.
+        await self._admin.LoadWeights(request, cast("Any", SimpleNamespace(write=write)))
         return progress[-1]
 
     # The process.
@@ -286,16 +292,6 @@ def _copy_weights(directory: Path, upload: Upload) -> None:
 
 def _write_index(path: Path, files: Mapping[str, str]) -> None:
     path.write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
-
-
-class _Progress:
-    """What LoadWeights needs of a gRPC context."""
-
-    def __init__(self, messages: list[admin_pb2.LoadWeightsResponse]) -> None:
-        self._messages = messages
-
-    async def write(self, message: admin_pb2.LoadWeightsResponse) -> None:
-        self._messages.append(message)
 
 
 class OperatorCall:

@@ -35,13 +35,13 @@ def test_what_is_kept_has_bounds() -> None:
         stored.keep(tenant, ["before"], response)
         kept[tenant, own_id] = now_s, json.dumps(response)
         owner, response_id = rng.choice([*kept])
-        found = stored.response(owner, response_id)
+        found = stored.find(owner, response_id)
         if found is None:
             assert (owner, response_id) != (tenant, own_id)
         else:
             made_s, expected = kept[owner, response_id]
-            assert found.decode() == expected and now_s < made_s + KEPT_S
-            assert stored.messages(owner, response_id) == b'["before"]'
+            assert found.response.decode() == expected and now_s < made_s + KEPT_S
+            assert found.messages == b'["before"]'
         sizes = dict.fromkeys(("", "a", "b"), 0)
         for (owner, _), each in stored._stored.items():
             sizes[owner] += each.size_bytes
@@ -49,7 +49,7 @@ def test_what_is_kept_has_bounds() -> None:
         assert stored._bytes == {owner: size for owner, size in sizes.items() if size}
         assert stored._all_bytes == sum(sizes.values())
     stored.keep("", [], {"id": "large", "output": [], "text": "x" * most})
-    assert stored.response("", "large") is None
+    assert stored.find("", "large") is None
 
 
 def test_only_what_is_read_is_kept() -> None:
@@ -67,8 +67,8 @@ def test_only_what_is_read_is_kept() -> None:
     request = responses({"model": "m", "input": told}, resolve, stored)
     said = {"type": "message", "role": "assistant", "content": "Sun.", "id": "msg_1"}
     request.keep({"id": "resp_1", "output": [said]})
-    kept = stored.messages("", "resp_1")
-    assert kept is not None and json.loads(kept) == [
+    kept = stored.find("", "resp_1")
+    assert kept is not None and json.loads(kept.messages) == [
         {"role": "user", "content": "Go."},
         {"role": "assistant", "reasoning_content": "", "content": "Sun."},
     ]
