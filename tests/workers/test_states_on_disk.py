@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from tests.damaged_pages import FAULTS, Fault, files_in, flip, tear
 from tests.families import settings_of
 from tests.model_factory import load_decoder, make_family_model
 from tests.mtp_heads import make_mtp_model
+from tests.recurrent import RECURRENT
+from tests.tiny_types import tiny_model
 from tests.workers.disk_worker import PAGE, DiskWorker, random_trial, text
 from tests.workers.packing import poison
 from workers.common.draft_models import MTP_HEAD
@@ -27,7 +30,8 @@ from workers.kv.page_files import PageFiles
 from workers.kv.state_tensors import StateTensors
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
-from workers.models.decoder import Decoder
+from workers.models.library.loading import make_library_model
+from workers.models.model import Model
 from workers.operations import Forward, Kind, Truncate
 from workers.runners.eager import EagerRunner
 
@@ -36,19 +40,22 @@ MODELS = ("qwen3_next", "granite hybrid", "lfm2")
 
 
 @functools.cache
-def decoder_of(name: str) -> Decoder:
+def model_of(name: str) -> Model:
+    if name in RECURRENT and name not in MODELS:
+        return make_library_model(tiny_model(name, **RECURRENT[name]))
     with tempfile.TemporaryDirectory() as directory:
         return load_decoder(make_family_model(Path(directory), *settings_of(name)), pack=True)
 
 
 def worker_of(name: str, directory: Path | None, pages: int = 20) -> DiskWorker:
     """Its memory has any contents, as that of a new process."""
-    model = decoder_of(name)
+    model = model_of(name)
     kv = KvTensors(
         model.kv_layers,
         num_pages=pages,
         page_size=PAGE,
         dtype=model.dtype,
+        pack=model.packs_kv,
         states=StateTensors(model.state_shapes, SLOTS, SPACING),
     )
     poison(kv)
@@ -118,6 +125,20 @@ def test_a_state_that_others_have_taken_the_place_of_is_read_to_its_pages(tmp_pa
     assert worker.append(1, tokens) == undisturbed("lfm2", tokens)
     assert worker.computed[-1] == 1
     assert worker.disk is not None and worker.disk.usage().read_pages == 1
+
+
+def test_a_model_whose_pages_hold_nothing_goes_on_from_its_state(tmp_path: Path) -> None:
+    """All layers are recurrent, and run by the library's code, whose bits depend on where a chunk begins."""
+    tokens = text(1, 5 * PAGE, VOCAB)
+    first = worker_of("mamba", tmp_path)
+    first.append(1, tokens)
+    first.store()
+    second = worker_of("mamba", tmp_path)
+    found, exact = (
+        np.frombuffer(row, "<f4") for row in (second.append(7, tokens), undisturbed("mamba", tokens))
+    )
+    assert second.computed == [PAGE]
+    assert np.abs(found - exact).max() < 1e-4 * np.abs(exact).max()
 
 
 def trial(name: str, directory: Path, seed: int, faults: Sequence[Fault] = FAULTS) -> None:

@@ -152,7 +152,7 @@ class DiskPages:
         return bool(self._reading)
 
     def being_read(self, digest: bytes) -> int | None:
-        """The number of that into which the page of this digest is being read, if it is."""
+        """The number of the page into which the page of this digest is being read, if it is."""
         return self._reading.get(digest)
 
     def begin_read(self, digest: bytes, number: int) -> None:
@@ -160,7 +160,7 @@ class DiskPages:
         self._reading[digest] = number
 
     def end_read(self, digest: bytes, outcome: ReadOutcome) -> int:
-        """A read has ended. Returns the number of that which has its contents, if these are good."""
+        """A read has ended. Returns the number of the page that has its contents, if these are good."""
         match outcome:
             case ReadOutcome.READ:
                 self.counts.read += 1

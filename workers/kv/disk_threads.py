@@ -38,9 +38,11 @@ _NICENESS = 10
 
 @dataclass(frozen=True, slots=True)
 class PageRead:
-    """The number of a page of the pool, into which the page of `digest` is read, or of a slot for a state.
+    """A page on disk, or a state, that is read.
 
-    parent: The digest of the page before the page.
+    Attributes:
+        parent: The digest of the page before the page.
+        number: Of the page of the pool, or of the slot, into which it is read.
     """
 
     digest: bytes
@@ -102,7 +104,7 @@ class DiskThreads:
 
         Args:
             files: What they read and write.
-            views: The memory of what has this digest and this number.
+            views: The memory of a page of the pool, or of a state's slot, by digest and number.
             report: Takes what has been done.
             write_bytes_per_s: What is written at most, on average.
         """

@@ -33,8 +33,8 @@ class StoredPage:
     used_ns: int
 
     @property
-    def page(self) -> bytes:
-        """The key of the page, also that of a state's."""
+    def page_key(self) -> bytes:
+        """The key of the page, or of that after which the state is."""
         return self.key[: len(self.parent)]
 
 
@@ -93,7 +93,7 @@ class EvictionOrder:
 
     def _is_end(self, key: bytes) -> bool:
         page = self._pages.get(key)
-        return page is not None and page.page not in self._continued
+        return page is not None and page.page_key not in self._continued
 
     def _note_end(self, key: bytes) -> None:
         if not self._is_end(key):

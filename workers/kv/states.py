@@ -231,6 +231,7 @@ class StateSlots:
         self._reading.discard(slot)
         if digest is not None:
             self._index(slot, digest)
+            self._touch(slot)
         self._free_if_unused(slot)
 
     def check_integrity(self) -> None:
