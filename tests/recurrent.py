@@ -51,6 +51,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": _CONVOLUTIONS},
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
+    # Its random states are large, so that all but equal experts are chosen by chance: all are.
+    "minimax": {"layer_types": _HYBRID, "block_size": 8, "num_experts": None, "num_local_experts": 2},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
         "mamba_num_heads": 8,
@@ -63,4 +65,21 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _DELTA_RULE | {"shared_expert_intermediate_size": 48},
     "qwen3_5_text": _DELTA_RULE,
     "qwen3_next": _DELTA_RULE | {"shared_expert_intermediate_size": 48},
+    "recurrent_gemma": {},
+    "rwkv": {"attention_hidden_size": 64, "rescale_every": 2},
+    "qwen4_exp_text": _DELTA_RULE
+    | {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "shared_expert_intermediate_size": 48,
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1, 3],
+        "ngram_vocab_size_base": 1000,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 32,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "xlstm": {"hidden_size": 128, "autocast_kernel_dtype": "float32", "chunk_size": 16},
 }

@@ -78,6 +78,23 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT | ROUTED,
     "deepseek_v32": LATENT | ROUTED | INDEX,
     "glm_moe_dsa": LATENT | ROUTED | INDEX | {"indexer_types": ["full", "shared", "full"]},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "index_topk": 4,
+        "index_head_dim": 24,
+        "index_n_heads": 32,
+    },
     "gemma3n_text": {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "layer_types": ["sliding_attention", "full_attention"] * 2,

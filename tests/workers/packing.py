@@ -119,7 +119,7 @@ def poison(kv: KvTensors) -> None:
         for pages in kv.layer(layer):
             pages.data.fill_(float("nan"))
     for tensor in kv.states.tensors if kv.states is not None else ():
-        tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
 def poisoned_pages(model: Any, pages: int = PAGES, kv_dtype: str = AUTO_KV) -> KvTensors:

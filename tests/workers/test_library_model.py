@@ -56,14 +56,26 @@ RUN = """
 """
 
 # With attention of their own, or an index of keys: these run text by text.
-GATHERED = "bloom codegen deepseek_v32 diffllama falcon gpt_neo gpt_neox_japanese glm_moe_dsa gptj mpt xglm"
+GATHERED = """
+    bloom codegen deepseek_v32 deepseek_v4 diffllama falcon gpt_neo gpt_neox_japanese glm_moe_dsa gptj mpt
+    openai-gpt xglm
+"""
+# Each token has several hidden rows between its layers.
+WITHOUT_HIDDEN_STATES = "deepseek_v4"
 
 # Each has something that others have not: biases of scores, or positions, where texts run one by one;
 # windows, latent keys, caps, learned positions, one head of keys, sinks, experts of attention, chunks,
-# an index.
-ALWAYS = "bloom cohere2 deepseek_v3 gemma2 glm_moe_dsa gpt_bigcode gpt_neo gpt_oss jetmoe llama4_text"
-# Of those with recurrent layers: attention and Mamba in one layer, convolutions, the delta rule.
-ALWAYS_RECURRENT = "falcon_h1 lfm2 qwen3_next"
+# an index, what is compressed, no cache.
+ALWAYS = """
+    bloom cohere2 deepseek_v3 deepseek_v4 gemma2 glm_moe_dsa gpt_bigcode gpt_neo gpt_oss jetmoe llama4_text
+    openai-gpt
+"""
+# Of those with recurrent layers: attention and Mamba in one layer, convolutions, the delta rule; a state in a
+# cache of the model's own class, in its modules, in a list.
+ALWAYS_RECURRENT = "falcon_h1 lfm2 minimax qwen3_next recurrent_gemma rwkv"
+# With random weights its gates, square roots of numbers around 0, lose more than rounding explains elsewhere:
+# `test_recurrent_engine` runs it.
+LOSSY = "qwen4_exp_text"
 
 
 def check_over_pages(model: LibraryModel) -> None:
@@ -103,7 +115,7 @@ def losses_of(model: LibraryModel, texts: Sequence[list[int]]) -> torch.Tensor:
 def test_a_family_over_pages_computes_what_the_library_does(model_type: str) -> None:
     model = make_library_model(tiny_model(model_type))
     assert isinstance(model, GatheredModel) == (model_type in GATHERED.split())
-    assert model.has_hidden_states
+    assert model.has_hidden_states == (model_type not in WITHOUT_HIDDEN_STATES.split())
     check_over_pages(model)
 
 
@@ -111,7 +123,7 @@ def test_a_family_over_pages_computes_what_the_library_does(model_type: str) -> 
     "model_type",
     [
         pytest.param(name, marks=() if name in ALWAYS_RECURRENT.split() else pytest.mark.thorough)
-        for name in RECURRENT
+        for name in sorted(RECURRENT.keys() - {LOSSY})
     ],
 )
 def test_a_family_with_recurrent_layers_computes_what_the_library_does(model_type: str) -> None:
@@ -209,10 +221,8 @@ def refusal(directory: Path) -> str:
     [
         ("bert", "is_decoder: false makes this bert an encoder"),
         ("electra", "is_decoder: false makes this electra an encoder"),
-        ("recurrent_gemma", "layer 0 of RecurrentGemmaForCausalLM keeps a state outside of the library's"),
-        ("rwkv", "RwkvForCausalLM has a state that is not in the library's cache"),
-        ("deepseek_v4", "layer_types: 'heavily_compressed_attention' stores what pages cannot hold"),
-        ("openai-gpt", "OpenAIGPTLMHeadModel stores keys and values for 0 of"),
+        ("xlm", "causal: must be true, since only decoders are supported"),
+        ("cpmant", "layer 0 stores more than a key and a value of each token"),
         ("t5", "t5 is an encoder with a decoder"),
         ("vit", "vit is no causal language model"),
     ],

@@ -105,7 +105,7 @@ def _run_paged(model: Model, sequences: list[list[int]]) -> list[torch.Tensor]:
         for half in kv.layer(index):
             half.data.fill_(torch.nan)
     for tensor in kv.states.tensors if kv.states is not None else ():
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
     lengths, rows = [0, 0], [[], []]  # type: tuple[list[int], list[list[torch.Tensor]]]
     states = [FROM_START, FROM_START]
     for number, step in enumerate(_STEPS):

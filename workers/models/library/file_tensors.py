@@ -6,6 +6,7 @@ They have the interface of slices of the safetensors library, and read files who
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from workers.models.errors import ModelError
 # dimensions.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
 _MASKS = (".attn.bias", ".attention.bias")
+# Weights, and tables of what belongs to a token.
+_DTYPES = checkpoint.DTYPES | {"I64": torch.int64}
 _SEQUENTIAL_ENV = "HF_DEACTIVATE_ASYNC_LOAD"
 # The bytes between two calls of malloc_trim, which takes milliseconds.
 _INTERVAL_BYTES = 128 << 20
@@ -57,13 +60,17 @@ class FileTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor; returns a part of it as a new tensor. Raises ModelError if it cannot be read."""
-        entry = self._entry
-        if entry.dtype not in checkpoint.DTYPES:
+        entry, dtype = self._entry, _DTYPES.get(self._entry.dtype)
+        if dtype is None:
             known = ", ".join(checkpoint.DTYPES)
             raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")
-        whole = torch.empty(entry.shape, dtype=checkpoint.DTYPES[entry.dtype])
+        if math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
+            raise ModelError(f"{entry.file}: tensor {entry.name} has {entry.nbytes} bytes for {entry.shape}")
+        whole = torch.empty(entry.shape, dtype=dtype)
+        flat, width = whole.view(-1), math.prod(entry.shape[1:])
         for first, part in checkpoint.read_parts(entry):
-            (whole[first : first + len(part)] if entry.shape else whole).copy_(part)
+            elements = part.reshape(-1).view(dtype)
+            flat[first * width :][: len(elements)].copy_(elements)
             self._done(part.nbytes)
         return whole[index]
 

@@ -21,8 +21,18 @@ from workers.models.library.library_model import build
 from workers.models.library.settings import LibrarySettings
 
 VOCAB_SIZE = 1000
-# Shorter than the sequences of the self-check, so that an ignored window changes the logits.
-_WINDOW = 8
+# Windows are shorter than the sequences of the self-check, so that one that is ignored changes the logits.
+# And so few tokens are compressed to a key that there are more keys than are chosen.
+_MOST = {
+    "vocab_size": VOCAB_SIZE,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "ngram_vocab_size_base": VOCAB_SIZE,
+    "sliding_window": 8,
+    "index_topk": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "compress_rates": 2,
+}
 _MAX_LAYERS = 12
 INNER_WIDTH = 64
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
@@ -51,17 +61,20 @@ def scaled_down_model(settings: LibrarySettings, inner_width: int = INNER_WIDTH)
 def _shrink(text: PreTrainedConfig, inner_width: int) -> None:
     """Scale a config down. Mutates it."""
     _drop_layers(text)
-    for name in ("vocab_size", "vocab_size_per_layer_input"):
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(getattr(text, name), VOCAB_SIZE))
+    for name, most in _MOST.items():
+        value = getattr(text, name, None)
+        if isinstance(value, int):
+            setattr(text, name, min(value, most))
+        elif isinstance(value, dict):
+            setattr(text, name, {kind: min(each, most) for kind, each in value.items()})
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        # Some families must have one, and some compute with that of the end.
         try:
-            setattr(text, name, None)
-        except StrictDataclassFieldValidationError:  # some families must have one
+            setattr(text, name, None if name != "eos_token_id" else 0)
+        except StrictDataclassFieldValidationError:
             setattr(text, name, 0)
-    for name in ("sliding_window", "index_topk"):
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(getattr(text, name), _WINDOW))
+    if hasattr(text, "autocast_kernel_dtype"):
+        text.autocast_kernel_dtype = "float32"
     for name in (*vars(text), *text.attribute_map):
         width = getattr(text, name, None) if name.endswith(_INNER) else None
         if isinstance(width, int):
@@ -89,6 +102,8 @@ def _drop_layers(text: PreTrainedConfig) -> None:
     if sharing:
         text.num_kv_shared_layers = len(sharing)
     text.num_hidden_layers = len(kept) + len(sharing)
+    if hasattr(text, "num_blocks"):  # xLSTM: the same, in a setting of its own
+        text.num_blocks = text.num_hidden_layers
     for name, value in lists.items():
         setattr(text, name, [value[index] for index in (*kept, *sharing)])
 

@@ -36,11 +36,12 @@ _MAX_LAYERS, _MAX_WIDTH, _MAX_POSITIONS, _MAX_INTEGER = 1 << 12, 1 << 20, 1 << 2
 # Numbers under these names are not sizes. Rotary bases, for example, are large.
 _NOT_SIZES = ("theta", "token_id", "_base", "seed")
 
-# They store keys and values of tokens, an index of keys, a recurrent state or nothing. Others store more.
+# They store keys and values of tokens, an index of keys, what is compressed, a recurrent state or nothing.
+# Others store more.
 _KNOWN_LAYERS = names(
     """
     full_attention sliding_attention chunked_attention indexed_attention attention dense moe mlp
-    linear_attention conv hybrid hybrid_sliding
+    linear_attention conv hybrid hybrid_sliding heavily_compressed_attention compressed_sparse_attention
     """
 )
 
@@ -134,8 +135,8 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
     vocab_size = text.vocab_size
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise ModelError(f"vocab_size: must be at least 2, got {vocab_size!r}")
-    eos = token_ids({"eos_token_id": text.eos_token_id}, "eos_token_id", vocab_size)
-    bos = token_ids({"bos_token_id": text.bos_token_id}, "bos_token_id", vocab_size)
+    eos = token_ids({"eos_token_id": getattr(text, "eos_token_id", None)}, "eos_token_id", vocab_size)
+    bos = token_ids({"bos_token_id": getattr(text, "bos_token_id", None)}, "bos_token_id", vocab_size)
     return LibrarySettings(
         config=config,
         model_class=model_class,
@@ -221,8 +222,9 @@ def _check_causal(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
         raise ModelError(
             f"is_decoder: false makes this {config.model_type} an encoder, but only decoders are supported"
         )
-    if getattr(text, "is_causal", None) is False:
-        raise ModelError("is_causal: must be true, since only decoders are supported")
+    for name in ("is_causal", "causal"):
+        if getattr(text, name, None) is False:
+            raise ModelError(f"{name}: must be true, since only decoders are supported")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ModelError("use_bidirectional_attention: must be false, since only decoders are supported")
 
