@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedConfig
 
+from tests import gguf_library as library
 from tests import gguf_recurrent as recurrent
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.drawn_rows import drawn_blocks
@@ -28,12 +29,16 @@ NAMES = {
     "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe", **recurrent.NAMES,
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
     "olmo2": "olmo2", "olmo3": "olmo2", "smollm3": "smollm3", "arcee": "arcee", "granite": "granite",
-    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
+    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", **library.NAMES,
 }  # fmt: skip
 # Of which the converters change the order of rows of queries and keys.
-_INTERLEAVED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "internlm2", "ernie4_5", "minicpm")
+_INTERLEAVED = (
+    *("llama", "smollm3", "arcee", "granite", "granitemoe", "internlm2", "ernie4_5", "minicpm"),
+    *library.INTERLEAVED,
+)
 PRE_TOKENIZER = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
-_GEMMA = ("gemma", "gemma2", "gemma3")
+# Of which norms have 1 more.
+_NORMS = ("gemma", "gemma2", "gemma3", "nemotron")
 # The converters never write these in another type.
 _FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ffn_gate_inp_shexp.weight")
 # Types that the package can make of numbers. The others' blocks are drawn.
@@ -69,8 +74,13 @@ def write_gguf(
     """
     config = AutoConfig.from_pretrained(model)
     name = architecture or NAMES[config.model_type]
+    if name == "nemotron_h" and "moe" in config.layers_block_type:
+        name = "nemotron_h_moe"
     writer = gguf.GGUFWriter(path, name, split_max_tensors=max_shard_tensors)
-    of_architecture = recurrent.metadata if name in recurrent.NAMES.values() else _metadata
+    kinds = (recurrent, library)
+    of_architecture = next(
+        (kind.metadata for kind in kinds if NAMES[config.model_type] in kind.NAMES.values()), _metadata
+    )
     keys = {f"{name}.{key}": value for key, value in of_architecture(name, config).items()}
     for key, value in (keys | {"general.name": "a tiny model"} | dict(metadata or {})).items():
         if key == "general.architecture":
@@ -208,9 +218,9 @@ def _changed(
     name: str, config: PreTrainedConfig, tensor: str, values: np.ndarray[Any, Any]
 ) -> Iterable[tuple[str, np.ndarray[Any, Any]]]:
     """What a converter makes of a tensor of a checkpoint."""
-    if name in recurrent.NAMES.values():
+    if NAMES[config.model_type] in recurrent.NAMES.values():
         return recurrent.tensors(name, config, tensor, values)
-    if name in _GEMMA and tensor.endswith("norm.weight"):
+    if name in _NORMS and tensor.endswith("norm.weight"):
         values = values + 1
     if name in _INTERLEAVED and ".q_proj." in tensor:
         values = _interleaved(values, config.num_attention_heads)
@@ -226,13 +236,15 @@ def _changed(
         layer = tensor.split(".")[2]
         return [(f"blk.{layer}.ffn_gate_shexp.weight", gate), (f"blk.{layer}.ffn_up_shexp.weight", up)]
     known = tensor.replace("e_score_correction_bias", "e_score_correction.bias")
+    if name == "ernie4_5-moe" and known != tensor:
+        values = values.reshape(-1)
     if name == "granitemoe":
         known = known.replace("block_sparse_moe.experts", "mlp.experts")
     return [(known, values)]
 
 
 def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
-    experts = FAMILIES[config.model_type].experts
+    experts = FAMILIES[config.model_type].experts if config.model_type in FAMILIES else None
     entries = read_entries(model)
     counts = ("num_local_experts", "num_experts", "n_routed_experts")
     count = next((config.to_dict()[key] for key in counts if config.to_dict().get(key)), 0)
@@ -242,7 +254,7 @@ def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor
 
 
 def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     match rope.get("rope_type"):
         case "llama3":
             return {"rope_freqs.weight": (_llama3_factors(config, rope), "f32")}

@@ -1,6 +1,6 @@
 """What the converters of llama.cpp make of models with recurrent layers.
 
-Source: conversion/qwen.py, lfm2.py, mamba.py and granite.py there.
+Source: conversion/qwen.py, lfm2.py, mamba.py, granite.py, falcon_h1.py, jamba.py and nemotron.py there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from transformers import PreTrainedConfig
 
 NAMES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
-    "granitemoehybrid": "granitehybrid",
+    "granitemoehybrid": "granitehybrid", "lfm2_moe": "lfm2moe", "falcon_h1": "falcon-h1", "jamba": "jamba",
+    "nemotron_h": "nemotron_h",
 }  # fmt: skip
-_RECURRENT = ("linear_attention", "conv", "mamba")
+# Layers without attention.
+_RECURRENT = ("linear_attention", "conv", "mamba", "mlp", "moe")
 
 Array = np.ndarray[Any, Any]
 
@@ -23,7 +25,7 @@ Array = np.ndarray[Any, Any]
 def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     """The keys of an architecture, in place of those for attention in each layer."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
@@ -33,21 +35,101 @@ def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
     }
-    match name:
-        case "lfm2":
-            width = config.intermediate_size
-            if config.block_auto_adjust_ff_dim:
-                width = int(config.block_ffn_dim_multiplier * int(2 * width / 3))
-                width = -(-width // config.block_multiple_of) * config.block_multiple_of
-            return found | {
-                "feed_forward_length": width,
-                "attention.head_count_kv": _kv_heads(config),
-                "attention.layer_norm_rms_epsilon": config.norm_eps,
-                "shortconv.l_cache": config.conv_L_cache,
-            }
-        case "granitehybrid":
-            return found | _granite(config)
+    own = {
+        "lfm2": _lfm2, "lfm2moe": _lfm2_moe, "granitehybrid": _granite, "falcon-h1": _falcon_h1,
+        "jamba": _jamba, "nemotron_h": _nemotron, "nemotron_h_moe": _nemotron_moe,
+    }  # fmt: skip
+    if name in own:
+        return found | own[name](config)
     return found | _qwen(name, config, head_dim, rope)
+
+
+def _lfm2(config: PreTrainedConfig) -> dict[str, Any]:
+    width = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:
+        width = int(config.block_ffn_dim_multiplier * int(2 * width / 3))
+        width = -(-width // config.block_multiple_of) * config.block_multiple_of
+    return {
+        "feed_forward_length": width,
+        "attention.head_count_kv": _kv_heads(config),
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+
+
+def _lfm2_moe(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count_kv": _kv_heads(config),
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": 2,
+    }
+
+
+def _falcon_h1(config: PreTrainedConfig) -> dict[str, Any]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "feed_forward_length": config.intermediate_size,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_d_ssm or config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_n_heads,
+    }
+
+
+def _jamba(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count_kv": _kv_heads(config),
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_dt_rank,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+    }
+
+
+def _nemotron(config: PreTrainedConfig, kind: str = "mlp", width: int = 0) -> dict[str, Any]:
+    width = width or config.intermediate_size
+    return {
+        "block_count": len(config.layers_block_type),
+        "feed_forward_length": [width if each == kind else 0 for each in config.layers_block_type],
+        "attention.head_count_kv": _kv_heads(config),
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
+    }
+
+
+def _nemotron_moe(config: PreTrainedConfig) -> dict[str, Any]:
+    found = _nemotron(config, "moe", config.moe_intermediate_size) | {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_group_count": config.n_group,
+    }
+    return found | ({} if config.moe_latent_size is None else {"moe_latent_size": config.moe_latent_size})
 
 
 def _granite(config: PreTrainedConfig) -> dict[str, Any]:
@@ -102,7 +184,8 @@ def _qwen(name: str, config: PreTrainedConfig, head_dim: int, rope: dict[str, An
 
 
 def _kv_heads(config: PreTrainedConfig) -> list[int]:
-    return [0 if kind in _RECURRENT else config.num_key_value_heads for kind in config.layer_types]
+    kinds = getattr(config, "layers_block_type", None) or config.layer_types
+    return [0 if kind in _RECURRENT else config.num_key_value_heads for kind in kinds]
 
 
 def tensors(name: str, config: PreTrainedConfig, tensor: str, values: Array) -> Iterator[tuple[str, Array]]:
@@ -117,15 +200,71 @@ def tensors(name: str, config: PreTrainedConfig, tensor: str, values: Array) -> 
         values = -np.exp(values)
     if name == "granitehybrid":
         yield from _of_granite(config, tensor, values)
-    elif tensor.endswith("in_proj_qkvz.weight"):
+    elif name.startswith("qwen"):
+        yield from _of_qwen(config, tensor, values)
+    elif name == "falcon-h1":
+        yield _of_mamba2(tensor, _multiplied(config, tensor, values), config.mamba_n_groups)
+    elif name.startswith("nemotron"):
+        yield _of_mamba2(_with_known_experts(tensor), values, config.n_groups)
+    else:
+        yield _with_known_experts(tensor), values
+
+
+def _of_qwen(config: PreTrainedConfig, tensor: str, values: Array) -> Iterator[tuple[str, Array]]:
+    if tensor.endswith("in_proj_qkvz.weight"):
         block = f"blk.{tensor.split('.')[2]}"
         mixed, gates = _split(config, values)
         yield f"{block}.attn_qkv.weight", mixed
         yield f"{block}.attn_gate.weight", gates
-    elif name.startswith("qwen") and tensor.endswith("norm.weight") and ".linear_attn." not in tensor:
+    elif tensor.endswith("norm.weight") and ".linear_attn." not in tensor:
         yield tensor, values + 1
     else:
         yield tensor, values
+
+
+def _with_known_experts(tensor: str) -> str:
+    """The names of experts that converters make of those of LFM2-MoE, Jamba and Nemotron."""
+    if tensor.endswith((".w1.weight", ".w2.weight", ".w3.weight")) and ".experts." in tensor:
+        tensor = tensor.removeprefix("model.")
+    elif ".experts." in tensor:
+        tensor = tensor.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+        tensor = tensor.replace(".feed_forward.", ".mlp.")
+    tensor = tensor.replace("e_score_correction_bias", "e_score_correction.bias")
+    return tensor.replace(".expert_bias", ".expert_bias.bias")
+
+
+def _of_mamba2(tensor: str, values: Array, groups: int) -> tuple[str, Array]:
+    """`Mamba2Model.modify_tensors`."""
+    if tensor.endswith((".A_log", ".D")):
+        return tensor, values[:, None]
+    if tensor.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        return tensor, values.reshape(groups, -1)
+    return tensor, values
+
+
+def _multiplied(config: PreTrainedConfig, tensor: str, values: Array) -> Array:
+    """`FalconH1Model.modify_tensors`, of which biases have the multipliers too."""
+    if ".mamba.in_proj." in tensor:
+        inner = config.mamba_d_ssm or config.mamba_expand * config.hidden_size
+        states = config.mamba_n_groups * config.mamba_d_state
+        counts = [inner, inner, states, states, config.mamba_n_heads]
+        factors = np.repeat(np.array(config.ssm_multipliers, np.float32), counts)
+        factors = factors.reshape(-1, *[1] * (values.ndim - 1))
+        return values * factors * (config.ssm_in_multiplier if tensor.endswith(".weight") else 1.0)
+    gate, down = config.mlp_multipliers
+    attention_in = config.attention_in_multiplier if tensor.endswith(".weight") else 1.0
+    factors_of = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * attention_in,
+        "q_proj": attention_in,
+        "v_proj": attention_in,
+        "o_proj": config.attention_out_multiplier,
+        "mamba.out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return values * next((factor for name, factor in factors_of.items() if f"{name}." in tensor), 1.0)
 
 
 def _of_granite(config: PreTrainedConfig, tensor: str, values: Array) -> Iterator[tuple[str, Array]]:

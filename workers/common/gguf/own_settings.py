@@ -21,6 +21,7 @@ from workers.common.gguf.architectures import (
     RECURRENT_LAYERS,
     SHARED_EXPERT,
     SSM,
+    WIDTH,
     WIDTH_OF_EXPERTS,
 )
 from workers.common.gguf.header import TensorInfo, Value, shown
@@ -31,7 +32,7 @@ _SOFTMAX, _SIGMOID = 1, 2
 _CORRECTION = "exp_probs_b.bias"
 # Of MiniCPM, if its file does not say it.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
-_OLMO_PERIOD, _GEMMA_PERIOD = 4, 6
+_PERIOD, _GEMMA_PERIOD = 4, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ def of_architecture(
     name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, object]:
     """Raises GgufError."""
-    file, found = _File(name, own, settings, tensors), dict[str, object]()
+    file, architecture = _File(name, own, settings, tensors), ARCHITECTURES[name]
+    found = dict(architecture.fixed)
+    found |= {setting: own[key] for key, setting in architecture.settings.items() if key in own}
+    found |= {setting: _has(file, part) for setting, part in architecture.present.items()}
     for read in _READERS.get(name, ()):
         found |= read(file)
     return found
@@ -190,9 +194,24 @@ def _olmo(file: _File) -> dict[str, object]:
     return {
         "model_type": "olmo3",
         "sliding_window": file.window,
-        "layer_types": _sliding(file, _OLMO_PERIOD),
+        "layer_types": _sliding(file, _PERIOD),
         "rope_local_base_freq": file.own.get("rope.freq_base_swa", theta),
     }
+
+
+def _windows(file: _File) -> dict[str, object]:
+    """Of EXAONE 4 and Command R7B: each fourth layer has none."""
+    if file.window is None:
+        layers = file.settings["num_hidden_layers"]
+        return {"sliding_window": None, "layer_types": [_FULL] * layers if isinstance(layers, int) else None}
+    return {"sliding_window": file.window, "layer_types": _sliding(file, _PERIOD)}
+
+
+def _mistral3(file: _File) -> dict[str, object]:
+    """Files of Ministral 3, and of Mistral Small 3."""
+    if "attention.temperature_scale" not in file.own:
+        return {"model_type": "mistral", "sliding_window": None}
+    return {"sliding_window": None}
 
 
 def _sliding(file: _File, period: int) -> list[str] | None:
@@ -261,6 +280,50 @@ def _mamba2(file: _File) -> dict[str, object]:
     }
 
 
+def _falcon_h1(file: _File) -> dict[str, object]:
+    """Raises GgufError."""
+    _, width = _heads(file)
+    return {"mamba_d_head": width}
+
+
+def _nemotron(file: _File) -> dict[str, object]:
+    """Each layer is one of three. Raises GgufError."""
+    _, width = _heads(file)
+    kv_heads, widths = file.own.get(KV_HEADS), file.own.get(WIDTH)
+    layers = file.settings["num_hidden_layers"]
+    if not (isinstance(kv_heads, list) and isinstance(widths, list) and len(kv_heads) == len(widths)):
+        raise GgufError(f"{file.name}.{WIDTH}: must be a list as long as {KV_HEADS}, got {shown(widths)}")
+    mlp = "moe" if "expert_count" in file.own else "mlp"
+    kinds = [
+        _FULL if heads else mlp if of_mlp else _LINEAR
+        for heads, of_mlp in zip(kv_heads[:layers], widths[:layers], strict=True)
+    ]
+    return {"mamba_head_dim": width, "layers_block_type": kinds}
+
+
+def _jamba(file: _File) -> dict[str, object]:
+    """Raises GgufError."""
+    inner, hidden = file.own.get("ssm.inner_size"), file.settings["hidden_size"]
+    if type(inner) is not int or type(hidden) is not int or hidden < 1 or inner % hidden:
+        raise GgufError(
+            f"{file.name}.ssm.inner_size: must be a multiple of {shown(hidden)}, got {shown(inner)}"
+        )
+    kinds = _layer_types(file, _LINEAR)
+    has_experts = [f"blk.{index}.ffn_gate_inp.weight" in file.tensors for index in range(len(kinds))]
+    found: dict[str, object] = {"mamba_expand": inner // hidden}
+    found |= _period(f"{file.name}.{KV_HEADS}", "attn", [kind == _FULL for kind in kinds])
+    return found | (_period("experts", "expert", has_experts) if any(has_experts) else {"num_experts": 1})
+
+
+def _period(what: str, name: str, layers: Sequence[bool]) -> dict[str, object]:
+    """Which layers they are, as a config says it. Raises GgufError for those that it cannot say."""
+    where = [index for index, is_one in enumerate(layers) if is_one]
+    period = where[1] - where[0] if len(where) > 1 else len(layers)
+    if not where or where != [*range(where[0], len(layers), period)] or where[0] >= period:
+        raise GgufError(f"{what}: must be in layers with one distance, got {where}")
+    return {f"{name}_layer_period": period, f"{name}_layer_offset": where[0]}
+
+
 def _granite_scales(file: _File) -> dict[str, object]:
     """What Granite multiplies by."""
     found: dict[str, object] = {
@@ -327,6 +390,11 @@ _READERS: Mapping[str, Sequence[Callable[[_File], dict[str, object]]]] = {
     **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3vlmoe"), (_qwen_experts,)),
     "qwen35": (_delta_rule,),
     **dict.fromkeys(("qwen35moe", "qwen3next"), (_delta_rule, _qwen_experts)),
-    "lfm2": (_short_conv,),
+    **dict.fromkeys(("lfm2", "lfm2moe"), (_short_conv,)),
+    "falcon-h1": (_falcon_h1,),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), (_nemotron,)),
+    "jamba": (_jamba,),
     "granitehybrid": (_mamba2,),
+    **dict.fromkeys(("cohere2", "exaone4"), (_windows,)),
+    "mistral3": (_mistral3,),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from workers.common.gguf import GgufError
 from workers.common.gguf.architectures import (
+    ARCHITECTURES,
     GPT_OSS,
     KV_HEADS,
     LATENT,
@@ -18,6 +19,7 @@ from workers.common.gguf.architectures import (
     NEEDED,
     WIDTH,
     WIDTH_OF_EXPERTS,
+    Architecture,
     architecture_of,
     check_keys,
 )
@@ -70,19 +72,18 @@ def read_settings(
     }
     check_keys(name, architecture, own)
     settings: dict[str, object] = {"model_type": architecture.model_type}
-    for setting, key in NEEDED.items():
+    eps, its_key = architecture.norm_eps
+    for setting, key in (NEEDED | {eps: its_key}).items():
         if key not in own:
             raise GgufError(f"{name}.{key}: is missing")
         settings[setting] = _same(own[key], f"{name}.{key}")
     width = WIDTH_OF_EXPERTS if WIDTH not in own and WIDTH_OF_EXPERTS in architecture.reads else WIDTH
     if width not in own:
         raise GgufError(f"{name}.{width}: is missing")
-    settings["intermediate_size"] = _same(own[width], f"{name}.{width}")
+    settings["intermediate_size"] = _same(_where_there(own[width], architecture), f"{name}.{width}")
     settings["num_hidden_layers"] = _layers(name, own)
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
-    kv_heads = own.get(KV_HEADS, own["attention.head_count"])
-    if architecture.recurrent_without_heads and isinstance(kv_heads, list):
-        kv_heads = [count for count in kv_heads if count]  # type: ignore[assignment] # a list of one type
+    kv_heads = _where_there(own.get(KV_HEADS, own["attention.head_count"]), architecture)
     settings["num_key_value_heads"] = _same(kv_heads, f"{name}.{KV_HEADS}")
     settings["head_dim"] = _head_dim(name, own, heads, hidden)
     settings["vocab_size"] = _vocab_size(tensors)
@@ -90,7 +91,8 @@ def read_settings(
     settings["dtype"] = _dtype(tensors)
     settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == GPT_OSS else _ENDS)
     settings |= of_architecture(name, own, settings, tensors)
-    settings |= _rope(name, own, settings, tensors, read_factors)
+    if architecture.rotates:
+        settings |= _rope(name, own, settings, tensors, read_factors)
     return settings
 
 
@@ -111,6 +113,13 @@ def _same(value: Value, key: str) -> Value:
     if not value or any(one != value[0] for one in value):
         raise GgufError(f"{key}: must be the same in all layers, got {shown(value)}")
     return value[0]
+
+
+def _where_there(value: Value, architecture: Architecture) -> Value:
+    """What a file has for each layer, of those layers that have such a part."""
+    if not architecture.recurrent_without_heads or not isinstance(value, list):
+        return value
+    return [each for each in value if each]  # type: ignore[return-value] # a list of one type
 
 
 def _layers(name: str, own: Mapping[str, Value]) -> Value:
@@ -179,6 +188,8 @@ def _rope(
     """The rotary embedding."""
     found: dict[str, object] = {"rope_theta": own.get("rope.freq_base", 10_000.0)}
     head_dim, rotated = settings["head_dim"], own.get("rope.dimension_count", settings["head_dim"])
+    if rotated != head_dim and not ARCHITECTURES[name].rotates_parts:
+        raise GgufError(f"{name}.rope.dimension_count: must be {shown(head_dim)}, got {shown(rotated)}")
     if rotated != head_dim and isinstance(rotated, int) and isinstance(head_dim, int):
         found["partial_rotary_factor"] = rotated / max(1, head_dim)
     kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
@@ -233,9 +244,12 @@ def _yarn(name: str, own: Mapping[str, Value], original: Value) -> dict[str, obj
         found["truncate"] = False  # as its makers have it: no file says so
     scale = own.get("rope.scaling.yarn_log_multiplier")
     if isinstance(scale, float):
-        # Both are the same in all models, and have few digits; files have a tenth of it in float32.
-        both = round(10 * scale, 6)
+        # Both are the same in all models, with few digits; files of DeepSeek have a tenth, in float32.
+        both = round(10 * scale if name == LATENT else scale, 6)
         found |= {"mscale": both, "mscale_all_dim": both}
+    temperature = own.get("attention.temperature_scale")
+    if temperature is not None:
+        found["llama_4_scaling_beta"] = temperature
     for setting in ("beta_fast", "beta_slow"):
         if f"rope.scaling.yarn_{setting}" in own:
             found[setting] = own[f"rope.scaling.yarn_{setting}"]

@@ -56,6 +56,8 @@ _GPT4O = Split(
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _REST_WITH_SLASH
 )
 _GPT2, _DIGITS = Split(), Split(digits=True)
+_COMMAND_R = Split(digits=True, nfc=True)
+_STABLELM2 = Split(_QWEN2.pattern)
 _GLM4 = Split(_LLAMA3.pattern, whole=True)
 _SEED = Split(_WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
 _DEEPSEEK = Split(
@@ -81,17 +83,19 @@ _KIMI2 = Split(
 )
 
 SPLITS = {
-    "default": _GPT2, "gpt-2": _GPT2, "olmo": _GPT2, "granite-docling": _GPT2,
+    "default": _GPT2, "gpt-2": _GPT2, "olmo": _GPT2, "granite-docling": _GPT2, "phi-2": _GPT2,
+    "exaone4": _GPT2, "mpt": _GPT2,
     "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "pixtral": _LLAMA3,
-    "lfm2": _LLAMA3,
+    "lfm2": _LLAMA3, "falcon-h1": _LLAMA3, "midm-2.0": _LLAMA3,
     "dbrx": _DBRX, "smaug-bpe": _DBRX, "chatglm-bpe": _DBRX,
     "glm4": _GLM4, "seed-coder": _SEED, "kimi-k2": _KIMI2,
-    "deepseek-llm": _DEEPSEEK, "deepseek-v3": _DEEPSEEK3,
+    "deepseek-llm": _DEEPSEEK, "deepseek-v3": _DEEPSEEK3, "hunyuan-dense": _DEEPSEEK3,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2,
-    "qwen35": _QWEN35,
+    "qwen35": _QWEN35, "stablelm2": _STABLELM2, "hunyuan": _STABLELM2,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
-    "smollm": _DIGITS, "refact": _DIGITS, "exaone": _DIGITS,
+    "smollm": _DIGITS, "refact": _DIGITS, "exaone": _DIGITS, "starcoder": _DIGITS,
+    "codeshell": _DIGITS, "command-r": _COMMAND_R,
 }  # fmt: skip
 
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"

@@ -15,13 +15,15 @@ from workers.common.gguf.header import Value
 from workers.common.gguf.settings import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
+from workers.models.gguf.library_names import LIBRARY_FAMILIES
 from workers.models.recurrent_settings import ShortConvConfig
 
 # By the model_type of a config: the first, since others may compute as it does.
-_ARCHITECTURES = {each.model_type: name for name, each in reversed(ARCHITECTURES.items())} | {
-    "mistral": "llama",
-    "ministral": "llama",
-}
+_ARCHITECTURES = {
+    each.model_type: name
+    for name, each in reversed(ARCHITECTURES.items())
+    if each.model_type not in LIBRARY_FAMILIES
+} | {"mistral": "llama", "ministral": "llama"}
 _WITH_WINDOW = ("llama", "gemma2", "gemma3", "phi3")
 _TOKENS_THAT_END = ("eos_token_id", "eot_token_id", "eom_token_id")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.common.gguf.settings import EMBEDDING, HEAD
-from workers.models.family import POST_NORMS, SANDWICH_NORMS, ExpertNames, Family
+from workers.models.family import ExpertNames, Family
 
 # What newer files have in place of `kv_b_proj`; see `workers.models.gguf.latent_parts`.
 PARTS_OF_LATENTS = ("k_b", "v_b")
@@ -23,6 +23,14 @@ _DELTA_RULE = {
 }
 _SCAN = {"ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
 _OF_HEADS = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+_MAMBA1 = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_x": "x_proj",
+    "ssm_dt": "dt_proj",
+    "ssm_out": "out_proj",
+    **{f"ssm_{part}_norm": f"{part}_layernorm" for part in ("dt", "b", "c")},
+}
 _LATENT = {
     "attn_q_a": "q_a_proj",
     "attn_q_a_norm": "q_a_layernorm",
@@ -76,11 +84,17 @@ def names_of(family: Family) -> Names:
     whole = {"attn_sinks.weight": "self_attn.sinks"} if family.sinks else {}
     if family.sigmoid_routing and family.experts is not None:
         whole["exp_probs_b.bias"] = family.experts.correction
+    if family.side_by_side:
+        # By a mistake of the converter of Falcon-H1, which llama.cpp reads.
+        whole["ffn_norm"] = f"{family.norms.before_mlp}.weight"
     match family.recurrent:
         case "short_conv":
             modules |= {ours: f"conv.{theirs}" for ours, theirs in _SHORT_CONV.items()}
+        case "mamba1":
+            modules |= {ours: f"mamba.{theirs}" for ours, theirs in _MAMBA1.items()}
+            whole |= {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
         case "mamba2" | "gated_delta" as kind:
-            place = "mamba" if kind == "mamba2" else "linear_attn"
+            place = family.recurrent_place
             scan = _SCAN | ({"ssm_in": "in_proj"} if kind == "mamba2" else _DELTA_RULE)
             modules |= {ours: f"{place}.{theirs}" for ours, theirs in scan.items()}
             whole |= {ours: f"{place}.{theirs}" for ours, theirs in _OF_HEADS.items()}
@@ -88,10 +102,9 @@ def names_of(family: Family) -> Names:
     if family.experts is not None:
         modules |= _beside_experts(family, family.experts)
         names = family.experts
-        experts = {
-            "ffn_gate_exps": (names.gate,),
+        gates = {"ffn_gate_exps": (names.gate,), "ffn_gate_up_exps": (names.gate, names.up)}
+        experts = (gates if names.gate else {}) | {
             "ffn_up_exps": (names.up,),
-            "ffn_gate_up_exps": (names.gate, names.up),
             "ffn_down_exps": (names.down,),
         }
     # LFM2's last norm has another name by a mistake of its converter.
@@ -99,7 +112,9 @@ def names_of(family: Family) -> Names:
     outside = {
         EMBEDDING: "model.embed_tokens.weight",
         f"{norm}.weight": f"model.{family.final_norm}.weight",
+        f"{norm}.bias": f"model.{family.final_norm}.bias",
         HEAD: "lm_head.weight",
+        "output.bias": "lm_head.bias",
     }
     return Names(outside, modules, whole, experts)
 
@@ -111,12 +126,12 @@ def _attention(family: Family) -> dict[str, str]:
     names["attn_output"] = family.attention_output
     if family.latent_attention:
         names |= _LATENT
-    return {ours: f"self_attn.{theirs}" for ours, theirs in names.items()}
+    return {ours: f"{family.attention}.{theirs}" for ours, theirs in names.items()}
 
 
 def _norms(family: Family) -> dict[str, str]:
     norms = family.norms
-    if norms in (SANDWICH_NORMS, POST_NORMS):
+    if norms.after_attention is not None:
         places = {
             "attn_norm": norms.before_attention,
             "post_attention_norm": norms.after_attention,
@@ -146,4 +161,5 @@ def _beside_experts(family: Family, names: ExpertNames) -> dict[str, str]:
         found |= _gated_mlp(family, names.shared, "_shexp")
     if names.shared_gate:
         found["ffn_gate_inp_shexp"] = names.shared_gate
+    found |= dict(zip(("ffn_latent_down", "ffn_latent_up"), filter(None, names.latent), strict=False))
     return found

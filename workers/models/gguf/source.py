@@ -15,6 +15,7 @@ from workers.common.gguf.settings import TOKEN_ARRAYS, read_settings, served_typ
 from workers.models.checkpoint import StoredTensor
 from workers.models.errors import ModelError
 from workers.models.files import file_version, open_regular
+from workers.models.gguf.library_names import LIBRARY_FAMILIES
 from workers.models.gguf.tensors import FileHeader, read_vector, stored_tensors
 from workers.models.gguf.tokenizer import TEXT_ARRAYS, read_text
 from workers.models.text import ModelText
@@ -25,11 +26,14 @@ _MAX_FACTORS = 4096
 class GgufSource:
     """A GGUF file, or the files into which a model is split. The first has the metadata."""
 
-    is_of_library = False
-
     def __init__(self, path: Path, files: list[Path]) -> None:
         self.path, self._files = path, files
         self.config_file = files[0]
+
+    @property
+    def is_of_library(self) -> bool:
+        """See `ModelSource`: families that native code has not."""
+        return self.settings()["model_type"] in LIBRARY_FAMILIES
 
     def check(self) -> None:
         """See `ModelSource`: there is nothing dangerous."""

@@ -17,6 +17,7 @@ from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_p
 from workers.models.errors import ModelError
 from workers.models.files import FileVersion
 from workers.models.gguf.latent_parts import with_merged_latents
+from workers.models.gguf.library_names import LIBRARY_FAMILIES
 from workers.models.gguf.names import names_of
 from workers.models.registry import family_of
 
@@ -26,15 +27,19 @@ _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _STACKED = {"weight": 3, "bias": 2}
 _MATRIX = 2
 _MAX_DIGITS = 10
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _INTERLEAVED = ("attn_q", "attn_k")
-_NORM_OF_SCAN, _DECAYS = "ssm_norm", "ssm_a"
+_NORM_OF_SCAN, _DECAYS, _CORRECTION = "ssm_norm", "ssm_a", "exp_probs_b"
 
 Shape = tuple[int, ...]
 
 
 def _vector(shape: Shape) -> Shape:
     return (math.prod(shape),)
+
+
+def _without_column(shape: Shape) -> Shape:
+    return shape[:-1] if len(shape) == _MATRIX and shape[-1] == 1 else shape
 
 
 def _convolution(shape: Shape) -> Shape:
@@ -49,8 +54,8 @@ def _row(shape: Shape) -> Shape:
 _RESHAPED: dict[str, Callable[[Shape], Shape]] = {
     "ssm_conv1d": _convolution,
     "conv": _convolution,
-    _DECAYS: _vector,
-    "ssm_d": _vector,
+    _DECAYS: _without_column,
+    "ssm_d": _without_column,
     _NORM_OF_SCAN: _vector,
     "ffn_gate_inp_shexp": _row,
 }
@@ -142,6 +147,8 @@ def _changes(
     changes: dict[str, Any] = {}
     if architecture.norm_offset and len(info.shape) == 1 and is_norm(info.name):
         changes["offset"] = architecture.norm_offset
+    if part == _CORRECTION and architecture.model_type == "ernie4_5_moe":
+        changes["shape"] = _row(info.shape)
     if part in _RESHAPED:
         changes["shape"] = _RESHAPED[part](info.shape)
         changes["of_logarithms"] = part == _DECAYS
@@ -162,7 +169,7 @@ def is_interleaved(name: str, architecture: Architecture) -> bool:
 
 def is_norm(name: str) -> bool:
     """Whether a tensor of a file has the weights of a norm of the hidden width or of a head of attention."""
-    return _module(name).endswith("norm") and _module(name) != _NORM_OF_SCAN
+    return name.endswith("norm.weight") and _module(name) != _NORM_OF_SCAN
 
 
 def _module(name: str) -> str:
@@ -173,7 +180,8 @@ class _Entries:
     """Makes the tensors of a checkpoint of those of a file."""
 
     def __init__(self, settings: Mapping[str, object]) -> None:
-        self._names = names_of(family_of(settings["model_type"]))
+        model_type = settings["model_type"]
+        self._names = names_of(LIBRARY_FAMILIES.get(str(model_type)) or family_of(model_type))
         self._num_experts = next(filter(None, map(settings.get, _EXPERT_COUNTS)), None)
         first, more = settings["num_hidden_layers"], settings.get("mtp_num_hidden_layers", 0)
         assert isinstance(more, int)

@@ -6,7 +6,6 @@ They have the interface of slices of the safetensors library, and read files who
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 
 from workers.models import checkpoint
-from workers.models.checkpoint import TensorEntry
+from workers.models.checkpoint import StoredTensor
 from workers.models.errors import ModelError
+from workers.models.library.quantised_module import values_of
 
 # Some checkpoints have tensors that the library computes: rotary frequencies, and causal masks of 4
 # dimensions.
@@ -30,47 +30,38 @@ _INTERVAL_BYTES = 128 << 20
 
 
 def tensors_to_read(
-    entries: Mapping[str, TensorEntry], total_bytes: int, progress: Callable[[int, int], None] | None
+    entries: Mapping[str, StoredTensor], done: Callable[[int], None]
 ) -> dict[str, FileTensor]:
-    """The tensors that the library does not compute itself, by name.
-
-    Args:
-        entries: All tensors of the checkpoint.
-        total_bytes: Their size.
-        progress: Called with (done_bytes, total_bytes) after each read, except for the end.
-    """
-    done_bytes, trimmer = 0, _HeapTrimmer()
-
-    def done(nbytes: int) -> None:
-        nonlocal done_bytes
-        trimmer.add(nbytes)
-        done_bytes += nbytes
-        if progress is not None and done_bytes < total_bytes:
-            progress(done_bytes, total_bytes)
-
+    """The tensors that the library does not compute itself, by name. `done`: see `Reads`."""
     return {name: FileTensor(entry, done) for name, entry in entries.items() if not _is_computed(name, entry)}
 
 
 class FileTensor:
-    """A tensor of a checkpoint, read when the library slices it."""
+    """A tensor of a checkpoint, read when the library slices it, and dequantised."""
 
-    def __init__(self, entry: TensorEntry, done: Callable[[int], None]) -> None:
+    def __init__(self, entry: StoredTensor, done: Callable[[int], None]) -> None:
         self._entry = entry
         self._done = done
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor; returns a part of it as a new tensor. Raises ModelError if it cannot be read."""
-        entry, dtype = self._entry, _DTYPES.get(self._entry.dtype)
+        entry = self._entry
+        dtype = torch.float32 if entry.form is not None else _DTYPES.get(entry.dtype)
         if dtype is None:
             known = ", ".join(checkpoint.DTYPES)
             raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")
-        if math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
-            raise ModelError(f"{entry.file}: tensor {entry.name} has {entry.nbytes} bytes for {entry.shape}")
         whole = torch.empty(entry.shape, dtype=dtype)
-        flat, width = whole.view(-1), math.prod(entry.shape[1:])
-        for first, part in checkpoint.read_parts(entry):
-            elements = part.reshape(-1).view(dtype)
-            flat[first * width :][: len(elements)].copy_(elements)
+        if entry.form is None and whole.nbytes != entry.nbytes:
+            raise ModelError(f"{entry.file}: tensor {entry.name} has {entry.nbytes} bytes for {entry.shape}")
+        for first, part in entry.parts():
+            assert isinstance(part, torch.Tensor), "quantised directories are for native code"
+            into = whole[first : first + len(part)] if entry.shape else whole
+            if entry.form is None:
+                # Parts of a dtype that no weight has are bytes.
+                into.copy_(part.view(dtype).view_as(into))
+            else:
+                blocks = part.view(into[..., 0].numel(), -1)  # [rows of a matrix, bytes of a row]
+                into.copy_(values_of(entry.form, blocks, entry.shape[-1]).view_as(into))
             self._done(part.nbytes)
         return whole[index]
 
@@ -80,23 +71,31 @@ class FileTensor:
 
     def get_dtype(self) -> str:
         """As in a slice of safetensors."""
-        return self._entry.dtype
+        return self._entry.dtype if self._entry.form is None else "F32"
 
 
-class _HeapTrimmer:
-    """Calls malloc_trim regularly. Without it, holes of freed tensors took half the size of the weights."""
+class Reads:
+    """What was read so far of a checkpoint.
 
-    def __init__(self) -> None:
-        self._bytes = 0
+    Calls malloc_trim regularly. Without it, holes of freed tensors took half the size of the weights.
+    """
 
-    def add(self, nbytes: int) -> None:
-        """Count bytes that were freed, or will be soon."""
-        self._bytes += nbytes
-        if self._bytes >= _INTERVAL_BYTES:
-            self._bytes = 0
+    def __init__(self, total_bytes: int, progress: Callable[[int, int], None] | None) -> None:
+        """`progress`: called with (done_bytes, total_bytes) after each read, except for the end."""
+        self._total_bytes, self._progress = total_bytes, progress
+        self._done_bytes = self._untrimmed_bytes = 0
+
+    def done(self, nbytes: int) -> None:
+        """Count bytes that were read, and are or will soon be freed."""
+        self._done_bytes += nbytes
+        self._untrimmed_bytes += nbytes
+        if self._untrimmed_bytes >= _INTERVAL_BYTES:
+            self._untrimmed_bytes = 0
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
             if trim is not None:
                 trim(0)
+        if self._progress is not None and self._done_bytes < self._total_bytes:
+            self._progress(self._done_bytes, self._total_bytes)
 
 
 @contextmanager
@@ -112,5 +111,5 @@ def sequential_reads() -> Iterator[None]:
             os.environ[_SEQUENTIAL_ENV] = before
 
 
-def _is_computed(name: str, entry: TensorEntry) -> bool:
+def _is_computed(name: str, entry: StoredTensor) -> bool:
     return name.endswith(_COMPUTED) or (name.endswith(_MASKS) and len(entry.shape) == 4)

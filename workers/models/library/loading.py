@@ -19,23 +19,25 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from kernels.weight_formats import WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
-from workers.models.checkpoint import AUTO, TensorEntry
+from workers.models.checkpoint import AUTO, StoredTensor
 from workers.models.errors import ModelError
 from workers.models.library.activations import fix_activations
 from workers.models.library.errors import library_errors
-from workers.models.library.file_tensors import sequential_reads, tensors_to_read
+from workers.models.library.file_tensors import Reads, sequential_reads, tensors_to_read
 from workers.models.library.gathered_model import GatheredModel, keeps_more
 from workers.models.library.library_model import LibraryModel, build
 from workers.models.library.packed_linear import pack_linears
 from workers.models.library.packed_model import PackedModel
+from workers.models.library.quantised_parts import QuantisedParts
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.model import ModelDescription
 from workers.models.source import source_of
 from workers.models.text_part import of_text_model
-from workers.models.weights import Progress
+from workers.models.weights import Progress, names_of
 
 _log = logging.getLogger(__name__)
 
@@ -54,15 +56,17 @@ class LibraryPlan:
     Attributes:
         weight_bytes: The bytes of the weights, and of the buffers that the model computes from its config.
         num_parameters: The number of weights; tied ones count once.
+        held: The formats of the tensors that stay quantised.
     """
 
     directory: Path
     settings: LibrarySettings
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, StoredTensor]
     dtype: torch.dtype
     device: torch.device
     weight_bytes: int
     num_parameters: int
+    held: Mapping[str, WeightFormat]
 
 
 def plan_library_model(
@@ -71,7 +75,8 @@ def plan_library_model(
     """Check config.json and the headers of the safetensors of a directory.
 
     Args:
-        directory: A Hugging Face model directory.
+        directory: A Hugging Face model directory, or another `ModelSource`. On a GPU what is quantised is
+            dequantised.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
             names, else that of the first tensor in the files; on a CPU float32 for float16.
         device: The device of the model. The weights are loaded into the host's memory first.
@@ -84,22 +89,24 @@ def plan_library_model(
     directory, device = Path(directory), torch.device(device)
     source = source_of(directory)
     if not source.is_of_library:
-        raise ModelError(f"{directory}: quantised weights need a model that native code runs")
+        raise ModelError(f"{directory}: its weights are quantised, or a GGUF file's, and need native code")
     settings = read_settings(directory)
     for note in source.notes():
         _log.info("%s: %s", source.config_file.name, note)
-    entries = checkpoint.read_entries(directory)
+    entries = source.tensors()
     if settings.is_text_part:
         entries = dict(of_text_model(entries.items()))
     config_dtype = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
     named = checkpoint.name_of(config_dtype) if config_dtype else None
     stored = next((entry.dtype for entry in entries.values() if entry.dtype in checkpoint.DTYPES), None)
     chosen = checkpoint.choose_dtype(dtype, named, stored, device)
-    weight_bytes, num_parameters = _model_size(directory, settings, entries, chosen)
+    parts = QuantisedParts(entries if device.type == "cpu" else {}, chosen, "meta")
+    weight_bytes, num_parameters = _model_size(directory, settings, entries, chosen, parts)
     check_weights_fit(str(directory), weight_bytes, available_bytes())
     if device.type == "cuda":
         check_weights_fit(str(directory), weight_bytes, torch.cuda.mem_get_info(device)[0])
-    return LibraryPlan(directory, settings, entries, chosen, device, weight_bytes, num_parameters)
+    held = {name: form for name in parts.targets if (form := entries[name].form) is not None}
+    return LibraryPlan(directory, settings, entries, chosen, device, weight_bytes, num_parameters, held)
 
 
 def load_library_model(
@@ -143,6 +150,7 @@ def load_library_model(
         bos_token_id=settings.bos_token_id,
         fingerprint=checkpoint.fingerprint(plan.entries, settings.digest),
         backend="transformers",
+        quantization=names_of(plan.held),
     )
 
 
@@ -171,7 +179,11 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
 
 
 def _model_size(
-    directory: Path, settings: LibrarySettings, entries: Mapping[str, TensorEntry], dtype: torch.dtype
+    directory: Path,
+    settings: LibrarySettings,
+    entries: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    parts: QuantisedParts,
 ) -> tuple[int, int]:
     """The bytes of the model's weights and buffers, and the number of its weights.
 
@@ -193,23 +205,28 @@ def _model_size(
     hook = register_module_parameter_registration_hook(count)
     try:
         with library_errors("build the model"), torch.device("meta"), no_init_weights():
-            module = build(settings.model_class, settings.config, dtype)
+            module = build(parts.in_models_of(settings.model_class), settings.config, dtype)
             module.tie_weights()
     finally:
         hook.remove()
     weights = sum(parameter.numel() for parameter in module.parameters())
+    weights += sum(math.prod(target.shape) for target in parts.targets.values())
     if weights > _MAX_WEIGHTS_RATIO * stored:
         raise ModelError(f"{directory}: the config asks for {weights} weights, but the files have {stored}")
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    return sum(parameter.nbytes for parameter in module.parameters()) + buffers, weights
+    return sum(parameter.nbytes for parameter in module.parameters()) + buffers + parts.nbytes, weights
 
 
 def _load(plan: LibraryPlan, progress: Progress | None) -> PreTrainedModel:
     """The model with its weights, in the host's memory. Raises ModelError for tensors that do not fit."""
     total_bytes = sum(entry.nbytes for entry in plan.entries.values())
-    tensors = tensors_to_read(plan.entries, total_bytes, progress)
+    reads = Reads(total_bytes, progress)
+    held = {name: plan.entries[name] for name in plan.held}
+    parts = QuantisedParts(held, plan.dtype, "cpu")
+    others = {name: entry for name, entry in plan.entries.items() if name not in held}
+    tensors = tensors_to_read(others, reads.done)
     with library_errors("load the weights"), sequential_reads():
-        load: Any = plan.settings.model_class.from_pretrained
+        load: Any = parts.in_models_of(plan.settings.model_class).from_pretrained
         module, info = load(
             None,
             config=plan.settings.config,
@@ -218,10 +235,12 @@ def _load(plan: LibraryPlan, progress: Progress | None) -> PreTrainedModel:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    if progress is not None:
-        progress(total_bytes, total_bytes)
     _check_loaded(plan.directory, plan.settings, info)
     assert isinstance(module, PreTrainedModel)
+    parts.fill(held, reads.done)
+    parts.pack(module)
+    if progress is not None:
+        progress(total_bytes, total_bytes)
     _warn_of_own_tensors(plan.directory, module)
     return module
 

@@ -1,4 +1,4 @@
-"""Projections of a library's model with packed weights: see `kernels.linear`.
+"""Projections of a library's model with packed or quantised weights: see `kernels.linear`.
 
 A decode reads every weight once, so projections are most of its time, and only a packed product gives a row
 the same bits in any batch. The packed weight replaces the plain one, in its memory, and only
@@ -22,12 +22,13 @@ from transformers.pytorch_utils import Conv1D
 
 from kernels.linear import can_pack, linear
 from kernels.packed_weight import PackedWeight
+from kernels.weight import Weight
 
 
 class _Packed(nn.Module):
-    """A layer with a packed weight; made by `pack_linears`."""
+    """A layer with a packed weight; made by `hold`."""
 
-    _packed: PackedWeight
+    _packed: Weight
     _plain_kind: type[nn.Module]
 
     @property
@@ -84,8 +85,15 @@ def pack_linears(module: nn.Module) -> None:
 
 @contextmanager
 def plain_products(module: nn.Module) -> Iterator[None]:
-    """Inside the block, packed layers unpack their weight in each call, and multiply as the library does."""
-    layers = [part for part in module.modules() if isinstance(part, PackedLinear)]
+    """Inside the block, packed layers unpack their weight in each call, and multiply as the library does.
+
+    Quantised ones do not: the library has no product that rounds as theirs do.
+    """
+    layers = [
+        part
+        for part in module.modules()
+        if isinstance(part, PackedLinear) and isinstance(part._packed, PackedWeight)  # noqa: SLF001
+    ]
     for layer in layers:
         layer._use_plain_product = True  # noqa: SLF001
     try:
@@ -111,12 +119,18 @@ def _can_pack(part: Any) -> bool:
 def _pack(parts: Sequence[Any]) -> None:
     """Pack the weight that layers share."""
     plain = parts[0].weight.detach()
-    packed = PackedWeight(plain.T.contiguous() if type(parts[0]) is Conv1D else plain, in_place=True)
+    hold(parts, PackedWeight(plain.T.contiguous() if type(parts[0]) is Conv1D else plain, in_place=True))
+
+
+def hold(parts: Sequence[Any], weight: Weight) -> None:
+    """Give projections, or an embedding and its head, a weight [O, I] in place of the one that they share."""
     for part in parts:
         del part.weight
-        part._packed, part._plain_kind = packed, type(part)  # noqa: SLF001
+        part._packed, part._plain_kind = weight, type(part)  # noqa: SLF001
         if isinstance(part, nn.Embedding):
-            part.__class__ = PackedEmbedding
+            # What a subclass does to rows, such as scaling them, it does to those of this class.
+            kinds = (PackedEmbedding,) if type(part) is nn.Embedding else (type(part), PackedEmbedding)
+            part.__class__ = kinds[0] if len(kinds) == 1 else type(type(part).__name__, kinds, {})
         else:
             part.__class__ = PackedLinear
-            part.out_features, part.in_features = packed.shape
+            part.out_features, part.in_features = weight.shape

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
+
 from workers.models.library.errors import library_errors
 from workers.models.library.library_model import LibraryModel
 from workers.models.library.loading import make_library_model
@@ -56,4 +58,5 @@ def check_loaded(directory: Path, model: LibraryModel, description: ModelDescrip
             what=f"{directory}: this {description.architecture} model",
             vocab_size=description.vocab_size,
             max_seq_len=description.max_seq_len,
+            rounding=torch.bfloat16 if description.quantization else None,
         )

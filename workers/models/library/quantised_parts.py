@@ -1,0 +1,194 @@
+"""Parts of a library's model that hold what files have quantised, without loss and without a dense copy.
+
+These are projections, embeddings and experts whose tensors in the files are those of one module. Everything
+else that is quantised is dequantised when the library places it; see `file_tensors`.
+
+Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
+token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kernels.experts import experts, pack_experts
+from kernels.gated_activation import Activation
+from kernels.stacked_weight import StackedWeight
+from kernels.weight import Weight
+from kernels.weight_formats import WeightFormat, new_weight
+from workers.huge_pages import Pieces
+from workers.models.checkpoint import StoredTensor, check_finite
+from workers.models.library.packed_linear import hold
+from workers.models.linear import LoadTarget
+from workers.models.shard import Slice
+
+_WEIGHT = ".weight"
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+# By the class of the library's module.
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUTanh": "gelu_tanh",
+    "GELUActivation": "gelu",
+}
+
+
+class QuantisedParts:
+    """Those of one model.
+
+    Attributes:
+        targets: What is filled with a tensor, by its name; empty before the model is built.
+        nbytes: Their memory.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """`dtype`: of the rows that are multiplied. `device`: "cpu", or "meta": without memory."""
+        self._forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
+        self._shapes = {name: entry.shape for name, entry in entries.items()}
+        self._dtype, self._device, self._pieces = dtype, torch.device(device), Pieces(device)
+        self.targets: dict[str, LoadTarget] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(target.nbytes for target in self.targets.values())
+
+    def in_models_of(self, model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """The class, but that a model of it has these parts as soon as it is made, and no dense ones."""
+        if not self._forms:
+            return model_class
+        parts = self
+
+        def made(self: Any, *arguments: Any, **settings: Any) -> None:
+            model_class.__init__(self, *arguments, **settings)
+            parts._put_into(self)
+
+        # The library asks for its name and module; and a model may have no other parameters than these parts.
+        members = {
+            "__init__": made,
+            "__module__": model_class.__module__,
+            "dtype": property(lambda _: self._dtype),
+            "device": property(lambda _: self._device),
+        }
+        return type(model_class.__name__, (model_class,), members)
+
+    def fill(self, entries: Mapping[str, StoredTensor], done: Callable[[int], None]) -> None:
+        """Read the tensors. `done` is called with the bytes of each part. Raises ModelError."""
+        for name, target in self.targets.items():
+            entry = entries[name]
+            for first, part in entry.parts():
+                for written in target.fill_quantised(part, first):
+                    check_finite(written, f"{entry.file}: tensor {entry.name}")
+                done(part.nbytes)
+
+    def pack(self, module: nn.Module) -> None:
+        """Let kernels read filled experts in one call. Mutates the model; `targets` are of no use then."""
+        self.targets = {}
+        for part in module.modules():
+            if isinstance(part, QuantisedExperts):
+                part.gate_up, part.down = pack_experts(part.gate_up), pack_experts(part.down)
+
+    def _put_into(self, module: Any) -> None:
+        self.targets = {}
+        with self._device:  # in place of the one that the library makes its models on
+            self._put_projections(module)
+            self._put_experts(module)
+
+    def _put_projections(self, module: Any) -> None:
+        ties: dict[str, str] = module.all_tied_weights_keys
+        for name in [name for name in self._forms if name.endswith(_WEIGHT)]:
+            shared = [name, *(target for target, source in ties.items() if source == name)]
+            parts = [_part(module, each) for each in shared]
+            if all(_holds(part, self._shapes[name]) for part in parts):
+                hold(parts, self._matrix([name]))
+                for part in parts:
+                    part._is_hf_initialized = True  # noqa: SLF001 - else the library draws weights for it
+                # They share it already, and have no parameters.
+                module.all_tied_weights_keys = ties = {
+                    target: source for target, source in ties.items() if source != name
+                }
+                module._tied_weights_keys = ties  # noqa: SLF001 - of the library
+
+    def _put_experts(self, module: Any) -> None:
+        found: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
+        for name in self._forms:
+            if (match := _OF_EXPERT.fullmatch(name)) is not None:
+                found[match[1]][int(match[2]), match[3]] = name
+        for place, names in found.items():
+            replaced = _part(module, place + _WEIGHT)
+            activation = _ACTIVATIONS.get(type(getattr(replaced, "act_fn", None)).__name__)
+            if activation is not None and self._are_experts(names, replaced):
+                count = 1 + max(index for index, _ in names)
+                gate_up = [self._matrix([names[index, "gate"], names[index, "up"]]) for index in range(count)]
+                down = [self._matrix([names[index, "down"]]) for index in range(count)]
+                module.set_submodule(place, QuantisedExperts(gate_up, down, activation))
+
+    def _are_experts(self, names: Mapping[tuple[int, str], str], replaced: Any) -> bool:
+        """Whether these matrices are all that a module of the library has."""
+        gate_up, down = (getattr(replaced, name, None) for name in ("gate_up_proj", "down_proj"))
+        if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
+            return False
+        (count, both, width), (_, _, inner) = gate_up.shape, down.shape
+        shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+        wanted = {(index, kind): shape for index in range(count) for kind, shape in shapes.items()}
+        return both == 2 * inner and {key: self._shapes[name] for key, name in names.items()} == wanted
+
+    def _matrix(self, names: Sequence[str]) -> Weight:
+        """What has the rows of some tensors, one after the other."""
+        forms = [self._forms[name] for name in names]
+        rows = [self._shapes[name][0] for name in names]
+        inputs = self._shapes[names[0]][1]
+        if len({*forms}) == 1:
+            weight = self._new(forms[0], sum(rows), inputs)
+        else:
+            weight = StackedWeight(
+                [self._new(form, each, inputs) for form, each in zip(forms, rows, strict=True)]
+            )
+        first = 0
+        for name, count in zip(names, rows, strict=True):
+            into, at = weight.part(first)
+            whole = Slice.whole(count, inputs)
+            self.targets[name] = LoadTarget(into, (count, inputs), taken=whole, first=at)
+            first += count
+        return weight
+
+    def _new(self, form: WeightFormat, outputs: int, inputs: int) -> Weight:
+        return new_weight(form, outputs, inputs, range(inputs), self._dtype, self._pieces.empty)
+
+
+class QuantisedExperts(nn.Module):
+    """Takes the place of the library's experts of a layer."""
+
+    def __init__(self, gate_up: Sequence[Weight], down: Sequence[Weight], activation: Activation) -> None:
+        """Take ownership of E weights [2 * I, C] and E weights [C, I]."""
+        super().__init__()
+        self.gate_up: Any = gate_up
+        self.down: Any = down
+        self._activation = activation
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, C], experts [T, k] and their weights [T, k] -> [T, C]."""
+        return experts(x, self.gate_up, self.down, chosen, weights, self._activation)
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    """The module with a tensor of this name; None: there is none."""
+    try:
+        return module.get_submodule(name.removesuffix(_WEIGHT))
+    except AttributeError:
+        return None
+
+
+def _holds(part: Any, shape: tuple[int, ...]) -> bool:
+    """Whether it is a projection or an embedding of this shape, which can hold a quantised matrix."""
+    if type(part) is not nn.Linear and not isinstance(part, nn.Embedding):
+        return False
+    return isinstance(part._parameters.get("weight"), nn.Parameter) and tuple(part.weight.shape) == shape  # noqa: SLF001
