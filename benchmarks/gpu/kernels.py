@@ -45,6 +45,7 @@ EPS = 1e-6
 PLACES = ("qkv", "output", "gate_up", "down")
 _NORMED = ("qkv", "gate_up")
 QUANTISED = ("q8_0", "q4_k")
+MXFP4 = "mxfp4"
 PAGE_SIZE = 16
 # Tiles of attention that may be faster than those in use, with bfloat16.
 _TILES = {
@@ -77,7 +78,12 @@ def fill_quantised(weight: GpuWeight) -> None:
     outputs, inputs = weight.shape
     count = min(64, outputs)
     generator = torch.Generator().manual_seed(0)
-    weight.write(0, torch.randn(count, inputs, generator=generator) * inputs**-0.5)
+    if weight.form.name == MXFP4:  # to which nothing is quantised: blocks of a scale, 2^-8, and 16 bytes
+        blocks = torch.randint(256, (count, inputs // 32, 17), dtype=torch.uint8, generator=generator)
+        blocks[:, :, 0] = 120
+        weight.write_blocks(0, blocks.flatten(1))
+    else:
+        weight.write(0, torch.randn(count, inputs, generator=generator) * inputs**-0.5)
     weight.data.copy_(weight.data[:count].repeat(-(-outputs // count), 1)[:outputs])
 
 
@@ -198,7 +204,7 @@ class KernelBench:
 
     def experts_mxfp4(self, rows: int, count: int, chosen: int, hidden: int, inner: int) -> Call:
         """A layer of gpt-oss's experts, of which each row has so many that are chosen at random."""
-        form = FORMATS["mxfp4"]
+        form = FORMATS[MXFP4]
         stacks = [
             GpuWeight(count * outputs, inputs, self.dtype, form, self._bytes)
             for outputs, inputs in ((2 * inner, hidden), (hidden, inner))
@@ -209,7 +215,7 @@ class KernelBench:
         biases = self._random(count, 2 * inner), self._random(count, hidden)
         x, logits = self._random(rows, hidden), self._random(rows, count)
         ids, weights = route(logits, chosen, normalize=True)
-        read = sum(stack.nbytes for stack in stacks) * len(ids.unique()) // count
+        read = sum(stack.nbytes for stack in stacks) * len(set(ids.flatten().tolist())) // count
         return Call(lambda: experts(x, gate_up, down, ids, weights, "clamped_swiglu", biases=biases), read)
 
     def _bytes(self, size: int) -> torch.Tensor:

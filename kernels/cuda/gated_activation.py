@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import gated_activation as definitions
 from kernels.cuda.dependent_launch import wait
 from kernels.cuda.variant import Variant
 
 # The number of columns of a program: in half precision, each thread loads 16 bytes from each half.
 BLOCK = 1024
-SIGMOID_GAIN = tl.constexpr(definitions.SIGMOID_GAIN)
-GATE_LIMIT = tl.constexpr(definitions.GATE_LIMIT)
+# Of clamped_swiglu, as in `kernels.gated_activation`.
+SIGMOID_GAIN = tl.constexpr(1.702)
+GATE_LIMIT = tl.constexpr(7.0)
 
 
 @triton.jit
