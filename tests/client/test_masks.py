@@ -120,7 +120,7 @@ def test_how_hidden_states_are_asked_for() -> None:
     assert list(last.layers) == [] and last.dtype == types_pb2.DATA_TYPE_F32
     some = output_options(hidden=[4, 0, 4], hidden_format="bf16").hidden
     assert list(some.layers) == [4, 0, 4] and some.dtype == types_pb2.DATA_TYPE_BF16
-    with pytest.raises(ValueError, match="hidden states are f32, bf16 or f16"):
+    with pytest.raises(ValueError, match="hidden_format is one of f32, bf16, f16"):
         output_options(hidden=True, hidden_format="f64")
 
 

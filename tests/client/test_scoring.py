@@ -228,8 +228,8 @@ def test_a_draft_out_of_the_answer_that_drew_it(client: Client) -> None:
         ({"penalty_from": -1}, ValueError, "penalty_from: "),
         ({"top_logprobs": -1}, ValueError, "-1"),
         ({"top_logprobs": "many"}, TypeError, "str"),
-        ({"logits": "f64"}, ValueError, "f32, bf16 or f16"),
-        ({"hidden_format": "f64"}, ValueError, "f32, bf16 or f16"),
+        ({"logits": "f64"}, ValueError, "one of f32, bf16, f16"),
+        ({"hidden_format": "f64"}, ValueError, "one of f32, bf16, f16"),
         ({"sampling": {"top_k": 1}}, TypeError, "SamplingParams"),
     ],
 )

@@ -58,7 +58,7 @@ export interface ScoreItem extends ScoreSettings {
 }
 
 /** The fields of ForwardResponse: log-probabilities of tokens, each given the tokens before it. And what follows from them. */
-export interface Scored extends Fields<ForwardResponse> {
+export interface Scored extends Omit<Fields<ForwardResponse>, "timing"> {
   /** Log-probability of the scored tokens as a sequence, in nats. */
   logprob: number;
   /** Whether greedy decoding generates the scored tokens, ties aside. */
@@ -119,8 +119,9 @@ export function forwardRequest(item: ScoreItem, output?: Output): MessageInitSha
 }
 
 export function scoredOf(response: ForwardResponse): Scored {
-  const logprob = response.tokenLogprobs.reduce((sum, each) => sum + each, 0);
-  return { ...fieldsOf(response), logprob, isGreedy: response.tokenIsArgmax.every(Boolean) };
+  const { timing: _timing, ...fields } = fieldsOf(response);
+  const logprob = fields.tokenLogprobs.reduce((sum, each) => sum + each, 0);
+  return { ...fields, logprob, isGreedy: fields.tokenIsArgmax.every(Boolean) };
 }
 
 type Result<T> = {

@@ -7,15 +7,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, Unpack
 
+from quire._enums import number_of
 from quire._masks import Allowed, token_mask
 from quire.v1 import types_pb2
 from quire.v1.sampling_settings import SamplingSettings
-
-_DTYPES = {
-    "f32": types_pb2.DATA_TYPE_F32,
-    "bf16": types_pb2.DATA_TYPE_BF16,
-    "f16": types_pb2.DATA_TYPE_F16,
-}
 
 # The distribution that a token was drawn from: the probability of each token that could have been drawn, as a
 # mapping or as pairs; or a float32 row over the whole vocabulary, as little-endian bytes or as an array.
@@ -62,12 +57,9 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
             is out of range.
         TypeError: An argument has the wrong type, or a setting has a name that SamplingParams does not have.
     """
-    if logits and logits not in _DTYPES:
-        raise ValueError(f"logits are f32, bf16 or f16, not {logits!r}")
-    if hidden_format not in _DTYPES:
-        raise ValueError(f"hidden states are f32, bf16 or f16, not {hidden_format!r}")
+    hidden_dtype = number_of("hidden_format", types_pb2.DataType, hidden_format)
     output = types_pb2.OutputOptions(
-        logits=_DTYPES.get(logits),
+        logits=number_of("logits", types_pb2.DataType, logits or None),
         top_logprobs=top_logprobs,
         logprob_token_ids=logprob_token_ids,
         mask=None if allowed is None else token_mask(allowed),
@@ -80,7 +72,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         output.hidden.layers.extend(() if hidden is True else hidden)
         if not output.hidden.layers and hidden is not True:
             raise ValueError("hidden has no layers: True stands for the last one, and False for none")
-        output.hidden.dtype = _DTYPES[hidden_format]
+        output.hidden.dtype = hidden_dtype
     chosen = sampling_params(settings)
     if sampling is not None or chosen.ByteSize():
         output.sampling.MergeFrom(sampling or types_pb2.SamplingParams())
