@@ -140,9 +140,13 @@ def _own_draws(request: pytest.FixtureRequest) -> None:
     seed = zlib.crc32(name.encode())
     random.seed(seed)
     # Not imported for tests that do without.
-    for library, name in (("numpy.random", "seed"), ("torch", "manual_seed")):
-        if library in sys.modules:
-            getattr(sys.modules[library], name)(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed)
+    if torch := sys.modules.get("torch"):
+        # Not torch.manual_seed: for devices that are not in use it keeps each call, with its stack.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -45,6 +45,8 @@ from workers.runners.tensor_parallel import RankGroup
 
 # A turn stays within the page that its first step starts, because the graph's page tables have no more.
 _STEPS = PAGE_SIZE - 1
+# Each takes a second of the interpreter.
+_REHEARSED_STEPS = 4
 _STEP_TOKENS = 8192
 _COPY_BYTES = 8 << 30
 _MATMUL_SIZE = 8192
@@ -58,6 +60,7 @@ class DevicePeer(Peer):
 
     def __init__(self, config: PeerConfig) -> None:
         self._config, self._rehearsal = config, config.rehearsal
+        self._steps = _REHEARSED_STEPS if config.rehearsal else _STEPS
         self._device = torch.device("cpu" if config.rehearsal else "cuda:0")
         self._dtype = torch.float32 if config.rehearsal else torch.bfloat16
         self._timer = Timer(self._device, 1 if config.rehearsal else _REPEATS)
@@ -175,9 +178,9 @@ class DevicePeer(Peer):
 
         if fed:
             step()
-            ns = [self._timer.once(lambda: runner.replay_last(_STEPS)) // _STEPS]
+            ns = [self._timer.once(lambda: runner.replay_last(self._steps)) // self._steps]
         else:
-            ns = timed_steps(step, _STEPS)
+            ns = timed_steps(step, self._steps)
         self._truncate(batch)
         return Sample(ns, batch)
 
@@ -199,7 +202,7 @@ class DevicePeer(Peer):
             engine.finish(step, following)
             step = following
 
-        ns = timed_steps(advance, _STEPS)
+        ns = timed_steps(advance, self._steps)
         assert step is not None
         engine.finish(step)
         self._truncate(batch)
@@ -225,7 +228,7 @@ class DevicePeer(Peer):
                     step()
 
             step()
-            steps = _STEPS - 2  # one more is computed ahead
+            steps = self._steps - 2  # one more is computed ahead
             ns = timed(all_steps) // steps
         self._truncate(batch)
         return Sample([ns], batch)
@@ -245,7 +248,7 @@ class DevicePeer(Peer):
             bench.executor.engine, max_items=batch, max_tokens=_STEP_TOKENS, max_seq_tokens=most
         ) as loop:
             loop.keep_asking(callers, 1)
-            before, steps = sum(caller.position for caller in callers), _STEPS - 3
+            before, steps = sum(caller.position for caller in callers), self._steps - 3
             ns = timed(lambda: loop.keep_asking(callers, steps)) // steps
         tokens = sum(caller.position for caller in callers) - before
         self._truncate(batch)
@@ -318,7 +321,7 @@ class DevicePeer(Peer):
             tokens[:] = [op.outputs[0].token_id for op in ops]
             position += 1
 
-        ns = timed_steps(step, _STEPS)
+        ns = timed_steps(step, self._steps)
         self._truncate(batch)
         return Sample(ns, batch)
 
@@ -327,7 +330,7 @@ class DevicePeer(Peer):
         bench = self._loaded()
         executor, runner = bench.executor, bench.runner
         executor.batch_decode([(key, key, GREEDY) for key in range(batch)])
-        sample = profiled(lambda: runner.replay_last(_STEPS), _STEPS, self._device)
+        sample = profiled(lambda: runner.replay_last(self._steps), self._steps, self._device)
         self._truncate(batch)
         sample.tokens = batch
         return sample
@@ -356,7 +359,7 @@ class DevicePeer(Peer):
             loop.keep_asking(callers, 1)
             asked = Forward(loop.op_id(), key, 0, prompt, prompt_len=tokens)
             loop.loop.submit([asked])
-            before, steps = engine.stats.status().counts, _STEPS - 3
+            before, steps = engine.stats.status().counts, self._steps - 3
             ns = timed(lambda: loop.keep_asking(callers, steps))
             after = engine.stats.status().counts
             loop.loop.submit([Abort(loop.op_id(), asked.op_id)])

@@ -65,7 +65,7 @@ async def test_a_cache_is_opened_with_and_without_a_block(target: str, executor:
 
 
 async def test_cancellation(target: str, executor: FakeExecutor) -> None:
-    executor.decode_delay_s = 0.5
+    executor.decode_delay_s = 1.0
     async with AsyncClient(target) as client:
 
         async def hold() -> None:
@@ -73,8 +73,7 @@ async def test_cancellation(target: str, executor: FakeExecutor) -> None:
                 await held.decode(2)
 
         task = asyncio.create_task(hold())
-        while not executor.calls["Decode"]:
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(executor.decoding.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -113,14 +113,22 @@ def test_a_part_of_the_inputs(form: GroupFormat | Float8Format, taken: range, de
     assert_elements(weight.dense(), expected[:, taken.start : taken.stop])
 
 
+ALL_ROWS = ((1, False), (MOST_ROWS, False), (40, False), (3, True))
+
+
+# A tile of few rows of each format; other numbers of rows with formats that differ most.
 @pytest.mark.parametrize(
-    ("form", "dtype"),
-    [(form, torch.bfloat16) for form in DIFFERING]
-    + [(DIFFERING[0], torch.float16), (DIFFERING[3], torch.float32)],
+    ("form", "dtype", "batches"),
+    [(form, torch.bfloat16, ALL_ROWS[1:2]) for form in DIFFERING]
+    + [(DIFFERING[0], torch.float16, ALL_ROWS), (DIFFERING[3], torch.float32, ALL_ROWS)],
     ids=named,
 )
 def test_products(
-    form: GroupFormat, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    form: GroupFormat,
+    dtype: torch.dtype,
+    batches: Sequence[tuple[int, bool]],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of few rows, and of more, for which some rows of the weight are dequantised at a time."""
     outputs, inputs = 150, 296
@@ -128,7 +136,7 @@ def test_products(
     # So small that there are two parts.
     monkeypatch.setattr(gpu_weight, "SCRATCH_BYTES", 128 * inputs * dtype.itemsize)
     bias = numbers(outputs, dtype=dtype).to(device)
-    for rows, batch_invariant in ((1, False), (MOST_ROWS, False), (40, False), (3, True)):
+    for rows, batch_invariant in batches:
         x = surrounded(numbers(rows, inputs, dtype=dtype, seed=rows), device)
         actual = linear(x, weight, bias, batch_invariant=batch_invariant)
         assert actual.dtype is dtype
