@@ -226,6 +226,16 @@ def _changed(
         values = _interleaved(values, config.num_attention_heads)
     if name in _INTERLEAVED and ".k_proj." in tensor:
         values = _interleaved(values, config.num_key_value_heads)
+    if name == "gemma4":
+        block = f"blk.{tensor.split('.')[2]}"
+        own = {
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+            "experts.down_proj": "ffn_down_exps.weight",
+        }
+        known = next((f"{block}.{file}" for end, file in own.items() if tensor.endswith(f".{end}")), tensor)
+        return [(known + ".weight" * tensor.endswith("layer_scalar"), values)]
     if ".kv_b_proj." in tensor:
         heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
         keys, others = np.split(heads, [config.qk_nope_head_dim], axis=1)
@@ -255,6 +265,11 @@ def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor
 
 def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
     rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type == "gemma4_text":
+        width = config.per_layer_config[config.layer_types.index("full_attention")].head_dim // 2
+        rotated = int(width * rope["full_attention"]["partial_rotary_factor"])
+        factors = [1.0] * rotated + [1e30] * (width - rotated)
+        return {"rope_freqs.weight": (np.array(factors, np.float32), "f32")}
     match rope.get("rope_type"):
         case "llama3":
             return {"rope_freqs.weight": (_llama3_factors(config, rope), "f32")}
@@ -370,8 +385,8 @@ def byte_level(pre: str, **more: Any) -> Vocabulary:
     )
 
 
-def sentencepiece(**more: Any) -> Vocabulary:
-    """As `byte_level`, over characters, with a token for each byte and with scores."""
+def sentencepiece(*, lists_merges: bool = False, **more: Any) -> Vocabulary:
+    """As `byte_level`, over characters, with a token for each byte and with scores; or as that of gemma4."""
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -383,6 +398,8 @@ def sentencepiece(**more: Any) -> Vocabulary:
     )
     model = json.loads(made.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
+    if lists_merges:
+        more |= {"model": "gemma4", "merges": [" ".join(pair) for pair in model["merges"]]}
     ranks = {first + second: rank for rank, (first, second) in enumerate(model["merges"])}
     return Vocabulary(
         {

@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 NAMES = {
     "cohere": "command-r", "cohere2": "cohere2", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe",
-    "exaone4": "exaone4", "glm4": "glm4", "glm4_moe": "glm4moe", "hunyuan_v1_dense": "hunyuan-dense",
+    "exaone4": "exaone4", "gemma4_text": "gemma4", "glm4": "glm4", "glm4_moe": "glm4moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe", "ministral3": "mistral3", "nemotron": "nemotron", "olmo": "olmo",
     "olmoe": "olmoe", "phi": "phi2", "stablelm": "stablelm", "starcoder2": "starcoder2",
 }  # fmt: skip
@@ -50,6 +51,19 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.25,
 }
+_GEMMA4 = {
+    "sliding_window": 7,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5e4, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 # By a name: the type and settings, so that every part counts.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.5}),
@@ -71,6 +85,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4 without windows": (
         "exaone4",
         {"sliding_window": None, "layer_types": 4 * ["full_attention"]},
+    ),
+    "gemma4": ("gemma4_text", {**_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
     ),
     "glm4": ("glm4", {"head_dim": 32, "attention_bias": True}),
     "glm4_moe": ("glm4_moe", {**_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
@@ -95,6 +124,8 @@ def settings_of(name: str) -> tuple[str, dict[str, Any]]:
 
 def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     """The keys of an architecture."""
+    if name == "gemma4":
+        return _gemma4(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters or {}
     found: dict[str, Any] = {
@@ -159,6 +190,46 @@ _FIXED: dict[str, dict[str, Any]] = {
     "hunyuan-moe": {"expert_shared_count": 1},
     "olmo": {"attention.layer_norm_epsilon": 1e-5},
 }
+
+
+def _gemma4(config: PreTrainedConfig) -> dict[str, Any]:
+    """`Gemma4Model.set_gguf_parameters`."""
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    windowed, full = (config.per_layer_config[sliding.index(kind)] for kind in (True, False))
+    shared = config.num_hidden_layers - config.num_kv_shared_layers
+    width = config.intermediate_size
+    doubled = [width if index < shared else 2 * width for index in range(config.num_hidden_layers)]
+    heads = [(windowed if one else full).num_key_value_heads for one in sliding]
+    found = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": doubled if config.use_double_wide_mlp else width,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": heads if config.attention_k_eq_v else heads[0],
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": windowed.head_dim,
+        "attention.value_length_swa": windowed.head_dim,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": sliding,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": windowed.head_dim,
+        "rope.freq_base": config.rope_parameters["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+    }
+    if config.enable_moe_block:
+        found |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.top_k_experts,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    return found
 
 
 def _own(name: str, config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def _nemotron(config: PreTrainedConfig, kind: str = "mlp", width: int = 0) -> di
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "rope.dimension_count": config.hidden_size // config.num_attention_heads,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.ssm_state_size,

@@ -443,11 +443,18 @@ def test_a_text_is_split_as_llama_cpp_does_it(kind: str, tmp_path: Path) -> None
     assert found == NOT_IN_THE_LIBRARY[kind]
 
 
-@pytest.mark.parametrize("kind", [*sorted(SPLITS.keys() - NOT_IN_THE_LIBRARY), "llama", "phi3", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", [*sorted(SPLITS.keys() - NOT_IN_THE_LIBRARY), "llama", "phi3", "gemma2", "gemma4"]
+)
 def test_a_tokenizer_encodes_as_that_of_transformers(kind: str, tmp_path: Path) -> None:
     """Which reads the same file. Left out is where it differs from the models' own tokenizers."""
     name = kind if kind not in SPLITS else "llama"
-    made = byte_level(kind) if kind in SPLITS else sentencepiece(add_space_prefix=kind != "gemma2")
+    has_space, lists_merges = not kind.startswith("gemma"), kind == "gemma4"
+    made = (
+        byte_level(kind)
+        if kind in SPLITS
+        else sentencepiece(add_space_prefix=has_space, lists_merges=lists_merges)
+    )
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(file, name)
     made.write_to(writer)

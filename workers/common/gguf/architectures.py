@@ -71,6 +71,7 @@ class Architecture:
         only: The values of keys that have no effect.
         rotates: The model rotates queries and keys.
         rotates_parts: It can rotate a part of each head.
+        varies: Widths and numbers of heads may differ between layers, as its reader knows.
     """
 
     model_type: str
@@ -85,6 +86,7 @@ class Architecture:
     only: Mapping[str, Value] = field(default_factory=lambda: _ONLY)
     rotates: bool = True
     rotates_parts: bool = True
+    varies: bool = False
 
 
 GPT_OSS, LATENT = "gpt-oss", "deepseek2"
@@ -279,6 +281,28 @@ ARCHITECTURES = {
         rotates_parts=False,
     ),
     "exaone4": Architecture("exaone4", _WINDOWS, rotates_parts=False),
+    "gemma4": Architecture(
+        "gemma4_text",
+        _GEMMA_READS
+        | {
+            "attention.sliding_window_pattern",
+            "attention.key_length_swa",
+            "attention.value_length_swa",
+            "rope.freq_base_swa",
+            "rope.dimension_count_swa",
+        },
+        settings={
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "final_logit_softcapping": "final_logit_softcapping",
+            WIDTH_OF_EXPERTS: "moe_intermediate_size",
+        },
+        present={"enable_moe_block": "ffn_gate_inp.weight", "attention_bias": "attn_q.bias"},
+        rotates=False,  # as its reader knows
+        varies=True,
+    ),
     "glm4": Architecture(
         "glm4",
         settings=_LEFT_OUT_LAYERS,

@@ -26,6 +26,10 @@ from workers.common.gguf.architectures import (
 )
 from workers.common.gguf.header import TensorInfo, Value, shown
 
+ROPE_FACTORS = "rope_freqs.weight"
+ReadFactors = Callable[[TensorInfo], list[float]]
+"""Reads a vector of float32."""
+
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _SOFTMAX, _SIGMOID = 1, 2
 # What a layer has if experts are chosen by sigmoids.
@@ -33,6 +37,8 @@ _CORRECTION = "exp_probs_b.bias"
 # Of MiniCPM, if its file does not say it.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
 _PERIOD, _GEMMA_PERIOD = 4, 6
+# What divides the frequencies of pairs that are not rotated.
+_STILL = 1e20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class _File:
     own: Mapping[str, Value]
     settings: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    read_factors: ReadFactors
 
     @property
     def window(self) -> Value | None:
@@ -58,10 +65,14 @@ class _File:
 
 
 def of_architecture(
-    name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+    name: str,
+    own: Mapping[str, Value],
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    read_factors: ReadFactors,
 ) -> dict[str, object]:
     """Raises GgufError."""
-    file, architecture = _File(name, own, settings, tensors), ARCHITECTURES[name]
+    file, architecture = _File(name, own, settings, tensors, read_factors), ARCHITECTURES[name]
     found = dict(architecture.fixed)
     found |= {setting: own[key] for key, setting in architecture.settings.items() if key in own}
     found |= {setting: _has(file, part) for setting, part in architecture.present.items()}
@@ -280,6 +291,56 @@ def _mamba2(file: _File) -> dict[str, object]:
     }
 
 
+def _gemma4(file: _File) -> dict[str, object]:
+    """Layers with a window and without have heads of their own. Raises GgufError."""
+    width = file.own.get("attention.key_length_swa")
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if file.own.get(key, width) != width:
+            raise GgufError(f"{file.name}.{key}: must be {shown(width)}, got {shown(file.own[key])}")
+    layer_types = _sliding(file, _GEMMA_PERIOD)
+    widths, kv_heads = file.own[WIDTH], file.own.get(KV_HEADS)
+    found: dict[str, object] = {
+        "head_dim": width,
+        "global_head_dim": file.settings["head_dim"],
+        "layer_types": layer_types,
+        "sliding_window": file.window,
+        "use_double_wide_mlp": isinstance(widths, list) and len({*widths}) > 1,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": file.own.get("rope.freq_base", 1e6),
+                "partial_rotary_factor": _rotated_part(file),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.own.get("rope.freq_base_swa", 10_000.0),
+            },
+        },
+    }
+    if isinstance(kv_heads, list) and layer_types is not None and len(kv_heads) == len(layer_types):
+        heads = dict(zip(layer_types, kv_heads, strict=True))
+        found |= {
+            "num_key_value_heads": heads.get(_SLIDING),
+            "num_global_key_value_heads": heads.get(_FULL),
+            # Their layers without a window have no values of their own.
+            "attention_k_eq_v": any(
+                kind == _FULL and f"blk.{index}.attn_v.weight" not in file.tensors
+                for index, kind in enumerate(layer_types)
+            ),
+        }
+    if (per_layer := file.tensors.get("per_layer_token_embd.weight")) is not None:
+        found["vocab_size_per_layer_input"] = per_layer.shape[0]
+    return found
+
+
+def _rotated_part(file: _File) -> float:
+    """Of a head: other pairs have a frequency of nearly 0."""
+    if ROPE_FACTORS not in file.tensors:
+        return 1.0
+    factors = file.read_factors(file.tensors[ROPE_FACTORS])
+    return sum(factor < _STILL for factor in factors) / max(1, len(factors))
+
+
 def _falcon_h1(file: _File) -> dict[str, object]:
     """Raises GgufError."""
     _, width = _heads(file)
@@ -382,6 +443,7 @@ def _heads(file: _File) -> tuple[int, int]:
 _READERS: Mapping[str, Sequence[Callable[[_File], dict[str, object]]]] = {
     **dict.fromkeys(("llama", "exaone", "internlm2", "ernie4_5"), (_llama,)),
     **dict.fromkeys(("gemma2", "gemma3"), (_gemma,)),
+    "gemma4": (_gemma4,),
     "phi3": (_phi,),
     LATENT: (_latent,),
     **dict.fromkeys(("granite", "granitemoe", "minicpm"), (_granite,)),

@@ -6,7 +6,7 @@ llama.cpp, which write the files, and its `llama_hparams`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from workers.common.gguf import GgufError
@@ -24,10 +24,9 @@ from workers.common.gguf.architectures import (
     check_keys,
 )
 from workers.common.gguf.header import TensorInfo, Value, shown
-from workers.common.gguf.own_settings import of_architecture
+from workers.common.gguf.own_settings import ROPE_FACTORS, ReadFactors, of_architecture
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
@@ -49,8 +48,6 @@ _ENDS = (
 _ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _CONTROL = 3
-
-ReadFactors = Callable[[TensorInfo], list[float]]
 
 
 def read_settings(
@@ -90,7 +87,7 @@ def read_settings(
     settings["tie_word_embeddings"] = HEAD not in tensors
     settings["dtype"] = _dtype(tensors)
     settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == GPT_OSS else _ENDS)
-    settings |= of_architecture(name, own, settings, tensors)
+    settings |= of_architecture(name, own, settings, tensors, read_factors)
     if architecture.rotates:
         settings |= _rope(name, own, settings, tensors, read_factors)
     return settings
@@ -117,6 +114,8 @@ def _same(value: Value, key: str) -> Value:
 
 def _where_there(value: Value, architecture: Architecture) -> Value:
     """What a file has for each layer, of those layers that have such a part."""
+    if architecture.varies and isinstance(value, list):
+        return value[0] if value else 0
     if not architecture.recurrent_without_heads or not isinstance(value, list):
         return value
     return [each for each in value if each]  # type: ignore[return-value] # a list of one type

@@ -98,6 +98,8 @@ SPLITS = {
     "codeshell": _DIGITS, "command-r": _COMMAND_R,
 }  # fmt: skip
 
+# The kind of a tokenizer over characters that lists its merges.
+GEMMA4 = "gemma4"
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 
 
@@ -107,10 +109,10 @@ def split_of(metadata: Mapping[str, Value]) -> Split | None:
     Raises GgufError for a tokenizer that is not known.
     """
     kind, name = metadata.get(_MODEL), metadata.get(_PRE, "default")
-    if kind == "llama":
+    if kind in ("llama", GEMMA4):
         return None
     if kind != "gpt2":
-        raise GgufError(f"{_MODEL}: must be gpt2 or llama, got {shown(kind)}")
+        raise GgufError(f"{_MODEL}: must be gpt2, llama or {GEMMA4}, got {shown(kind)}")
     if not isinstance(name, str) or name not in SPLITS:
         raise GgufError(f"{_PRE}: must be one of {', '.join(sorted(SPLITS))}, got {shown(name)}")
     return SPLITS[name]

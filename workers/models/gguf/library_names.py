@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from workers.models.family import POST_NORMS, PRE_NORMS, ExpertNames, Family, NormNames
+from workers.models.family import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, ExpertNames, Family, NormNames
+from workers.models.gguf.names import Names
 
 _BEFORE_BOTH = NormNames(before_attention="input_layernorm")
 _PHI = Family(
@@ -36,6 +37,7 @@ LIBRARY_FAMILIES: dict[str, Family] = {
         sigmoid_routing=True,
     ),
     "exaone4": Family(norms=POST_NORMS),
+    "gemma4_text": Family(norms=SANDWICH_NORMS),
     "glm4": Family(
         norms=NormNames(
             before_attention="input_layernorm",
@@ -57,4 +59,34 @@ LIBRARY_FAMILIES: dict[str, Family] = {
     "phi": _PHI,
     "stablelm": Family(norms=PRE_NORMS),
     "starcoder2": Family(mlp_names=("c_fc",), mlp_down="c_proj"),
+}
+
+# What they have besides.
+MORE_NAMES: dict[str, Names] = {
+    "gemma4_text": Names(
+        outside={
+            f"per_layer_{ours}.weight": f"model.{theirs}.weight"
+            for ours, theirs in (
+                ("token_embd", "embed_tokens_per_layer"),
+                ("model_proj", "per_layer_model_projection"),
+                ("proj_norm", "per_layer_projection_norm"),
+            )
+        },
+        modules={
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+        },
+        whole={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+        },
+    ),
 }

@@ -12,7 +12,8 @@ import torch
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.common.gguf.architectures import ARCHITECTURES
 from workers.common.gguf.header import Value
-from workers.common.gguf.settings import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from workers.common.gguf.own_settings import ROPE_FACTORS
+from workers.common.gguf.settings import LONG_FACTORS, SHORT_FACTORS
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 from workers.models.gguf.library_names import LIBRARY_FAMILIES

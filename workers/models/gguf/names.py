@@ -6,7 +6,7 @@ Source: gguf-py/gguf/tensor_mapping.py of llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from workers.common.gguf.settings import EMBEDDING, HEAD
 from workers.models.family import ExpertNames, Family
@@ -58,7 +58,16 @@ class Names:
     outside: Mapping[str, str]
     modules: Mapping[str, str]
     whole: Mapping[str, str]
-    experts: Mapping[str, tuple[str, ...]]
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __or__(self, more: Names) -> Names:
+        """Those of both."""
+        return Names(
+            {**self.outside, **more.outside},
+            {**self.modules, **more.modules},
+            {**self.whole, **more.whole},
+            {**self.experts, **more.experts},
+        )
 
     def in_checkpoint(self, part: str) -> str | None:
         """The name in a layer, by that in a file; None: there is none."""

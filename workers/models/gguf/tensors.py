@@ -17,7 +17,7 @@ from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_p
 from workers.models.errors import ModelError
 from workers.models.files import FileVersion
 from workers.models.gguf.latent_parts import with_merged_latents
-from workers.models.gguf.library_names import LIBRARY_FAMILIES
+from workers.models.gguf.library_names import LIBRARY_FAMILIES, MORE_NAMES
 from workers.models.gguf.names import names_of
 from workers.models.registry import family_of
 
@@ -180,8 +180,10 @@ class _Entries:
     """Makes the tensors of a checkpoint of those of a file."""
 
     def __init__(self, settings: Mapping[str, object]) -> None:
-        model_type = settings["model_type"]
-        self._names = names_of(LIBRARY_FAMILIES.get(str(model_type)) or family_of(model_type))
+        model_type = str(settings["model_type"])
+        self._names = names_of(LIBRARY_FAMILIES.get(model_type) or family_of(model_type))
+        if model_type in MORE_NAMES:
+            self._names |= MORE_NAMES[model_type]
         self._num_experts = next(filter(None, map(settings.get, _EXPERT_COUNTS)), None)
         first, more = settings["num_hidden_layers"], settings.get("mtp_num_hidden_layers", 0)
         assert isinstance(more, int)

@@ -1,7 +1,7 @@
 """Translates the tokenizer of a GGUF file to a tokenizer.json. Nothing here tokenises.
 
 Two kinds are known. "gpt2" is BPE over bytes; the name of its pre-tokenizer says how a text is split before.
-"llama" is SentencePiece's BPE, whose merges follow from the scores of its pieces.
+"llama" is SentencePiece's BPE, whose merges follow from the scores of its pieces; "gemma4" lists them.
 
 The expressions are those in the tokenizer.json of the models that a name stands for; `llama-vocab.cpp` of
 llama.cpp names them.
@@ -17,7 +17,7 @@ from typing import Any
 from workers.common.gguf import GgufError
 from workers.common.gguf.header import Value
 from workers.common.gguf.settings import TOKEN_ARRAYS
-from workers.common.gguf.splits import Split, split_of
+from workers.common.gguf.splits import GEMMA4, Split, split_of
 from workers.models.chat_template import DEFAULT, ChatTemplate
 from workers.models.files import warn_too_large
 from workers.models.text import ModelText
@@ -101,12 +101,8 @@ def _byte_level(
     metadata: Mapping[str, Value], tokens: list[str], split: Split
 ) -> tuple[dict[str, Any], bool]:
     """Normalizer, pre-tokenizer, decoder and model; and whether it adds a first token if nothing says so."""
-    merges = [merge.split(" ") for merge in _strings(metadata, "merges") or ()]
-    if any(len(pair) != 2 for pair in merges):
-        raise GgufError(f"{PREFIX}merges: each must be two tokens with a space between them")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    if any(not {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
-        raise GgufError(f"{PREFIX}merges: each must be of tokens, and make a token")
+    merges = _given_merges(metadata, vocabulary)
     parts = {
         "normalizer": {"type": "NFC"} if split.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": split_steps(split)},
@@ -114,6 +110,16 @@ def _byte_level(
         "model": _bpe(vocabulary, merges) | {"ignore_merges": split.whole},
     }
     return parts, split.bos
+
+
+def _given_merges(metadata: Mapping[str, Value], vocabulary: Mapping[str, int]) -> list[list[str]]:
+    """Those of the file. Raises GgufError for what is none."""
+    merges = [merge.split(" ") for merge in _strings(metadata, "merges") or ()]
+    if any(len(pair) != 2 for pair in merges):
+        raise GgufError(f"{PREFIX}merges: each must be two tokens with a space between them")
+    if any(not {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
+        raise GgufError(f"{PREFIX}merges: each must be of tokens, and make a token")
+    return merges
 
 
 def split_steps(split: Split) -> list[dict[str, Any]]:
@@ -132,7 +138,8 @@ def split_steps(split: Split) -> list[dict[str, Any]]:
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, Any]:
     """Normalizer, pre-tokenizer, decoder and model."""
-    is_gemma = metadata.get("general.architecture") in _IN_ORDER_OF_IDS
+    has_merges = metadata.get(f"{PREFIX}model") == GEMMA4
+    is_gemma = has_merges or metadata.get("general.architecture") in _IN_ORDER_OF_IDS
     if is_gemma:
         # These have spaces where the library looks for the sign that stands for them.
         tokens = [token.replace(" ", _SPACE) if not token.strip(" ") else token for token in tokens]
@@ -161,7 +168,10 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str
         "normalizer": {"type": "Sequence", "normalizers": [*first, spaces]},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(vocabulary, _merges(vocabulary, tokens, scores))
+        "model": _bpe(
+            vocabulary,
+            _given_merges(metadata, vocabulary) if has_merges else _merges(vocabulary, tokens, scores),
+        )
         | {
             "unk_token": None if unknown is None else tokens[unknown],
             "fuse_unk": True,

@@ -127,10 +127,19 @@ def hold(parts: Sequence[Any], weight: Weight) -> None:
     for part in parts:
         del part.weight
         part._packed, part._plain_kind = weight, type(part)  # noqa: SLF001
-        if isinstance(part, nn.Embedding):
-            # What a subclass does to rows, such as scaling them, it does to those of this class.
-            kinds = (PackedEmbedding,) if type(part) is nn.Embedding else (type(part), PackedEmbedding)
-            part.__class__ = kinds[0] if len(kinds) == 1 else type(type(part).__name__, kinds, {})
+        if type(part) is nn.Embedding:
+            part.__class__ = PackedEmbedding
+        elif isinstance(part, nn.Embedding):
+            # It does to these rows what it does to others, such as scaling them to the dtype of its weight.
+            members = {"weight": property(_only_a_dtype)}
+            part.__class__ = type(type(part).__name__, (type(part), PackedEmbedding), members)
         else:
             part.__class__ = PackedLinear
             part.out_features, part.in_features = weight.shape
+
+
+def _only_a_dtype(part: _Packed) -> torch.Tensor:
+    """What an embedding that scales rows asks of its weight, which has no elements here."""
+    weight: Any = torch.empty(0, dtype=part._packed.dtype)  # noqa: SLF001 - of this module
+    weight._is_hf_initialized = True  # noqa: SLF001 - else the library draws values, and looks for rows
+    return weight  # type: ignore[no-any-return] # a tensor

@@ -20,16 +20,18 @@ from transformers import PreTrainedModel
 
 from kernels.experts import experts, pack_experts
 from kernels.gated_activation import Activation
+from kernels.grouped_weight import AnyGroupedWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat, new_weight
 from workers.huge_pages import Pieces
 from workers.models.checkpoint import StoredTensor, check_finite
-from workers.models.library.packed_linear import hold
+from workers.models.library.packed_linear import PackedEmbedding, PackedLinear, hold
 from workers.models.linear import LoadTarget
+from workers.models.parts import Part
 from workers.models.shard import Slice
 
-_WEIGHT = ".weight"
+_WEIGHT, _STACKED = ".weight", (".gate_up_proj", ".down_proj")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 # By the class of the library's module.
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -55,7 +57,7 @@ class QuantisedParts:
         self._forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
         self._shapes = {name: entry.shape for name, entry in entries.items()}
         self._dtype, self._device, self._pieces = dtype, torch.device(device), Pieces(device)
-        self.targets: dict[str, LoadTarget] = {}
+        self.targets: dict[str, LoadTarget | _Stacked] = {}
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +103,7 @@ class QuantisedParts:
         with self._device:  # in place of the one that the library makes its models on
             self._put_projections(module)
             self._put_experts(module)
+            self._put_stacked_experts(module)
 
     def _put_projections(self, module: Any) -> None:
         ties: dict[str, str] = module.all_tied_weights_keys
@@ -110,7 +113,8 @@ class QuantisedParts:
             if all(_holds(part, self._shapes[name]) for part in parts):
                 hold(parts, self._matrix([name]))
                 for part in parts:
-                    part._is_hf_initialized = True  # noqa: SLF001 - else the library draws weights for it
+                    # Else the library draws weights for it. One that scales rows needs its own buffers.
+                    part._is_hf_initialized = type(part) in (PackedLinear, PackedEmbedding)  # noqa: SLF001
                 # They share it already, and have no parameters.
                 module.all_tied_weights_keys = ties = {
                     target: source for target, source in ties.items() if source != name
@@ -131,6 +135,25 @@ class QuantisedParts:
                 down = [self._matrix([names[index, "down"]]) for index in range(count)]
                 module.set_submodule(place, QuantisedExperts(gate_up, down, activation))
 
+    def _put_stacked_experts(self, module: Any) -> None:
+        """Where a tensor has the matrices of all experts."""
+        for name in [name for name in self._forms if name.endswith(_STACKED[0])]:
+            place = name.removesuffix(_STACKED[0])
+            names = [place + ending for ending in _STACKED]
+            replaced = _part(module, place + _WEIGHT)
+            activation = _ACTIVATIONS.get(type(getattr(replaced, "act_fn", None)).__name__)
+            shapes = [tuple(getattr(replaced, ending[1:], torch.empty(0)).shape) for ending in _STACKED]
+            if activation is None or [self._shapes.get(each) for each in names] != shapes:
+                continue
+            if not all(each in self._forms for each in names):
+                continue
+            gate_up, down = (
+                [self._new(self._forms[each], outputs, inputs) for _ in range(count)]
+                for each, (count, outputs, inputs) in zip(names, shapes, strict=True)
+            )
+            self.targets |= {names[0]: _Stacked(gate_up), names[1]: _Stacked(down)}
+            module.set_submodule(place, QuantisedExperts(gate_up, down, activation))
+
     def _are_experts(self, names: Mapping[tuple[int, str], str], replaced: Any) -> bool:
         """Whether these matrices are all that a module of the library has."""
         gate_up, down = (getattr(replaced, name, None) for name in ("gate_up_proj", "down_proj"))
@@ -147,7 +170,7 @@ class QuantisedParts:
         rows = [self._shapes[name][0] for name in names]
         inputs = self._shapes[names[0]][1]
         if len({*forms}) == 1:
-            weight = self._new(forms[0], sum(rows), inputs)
+            weight: Weight = self._new(forms[0], sum(rows), inputs)
         else:
             weight = StackedWeight(
                 [self._new(form, each, inputs) for form, each in zip(forms, rows, strict=True)]
@@ -160,8 +183,28 @@ class QuantisedParts:
             first += count
         return weight
 
-    def _new(self, form: WeightFormat, outputs: int, inputs: int) -> Weight:
-        return new_weight(form, outputs, inputs, range(inputs), self._dtype, self._pieces.empty)
+    def _new(self, form: WeightFormat, outputs: int, inputs: int) -> AnyGroupedWeight:
+        weight = new_weight(form, outputs, inputs, range(inputs), self._dtype, self._pieces.empty)
+        assert isinstance(weight, AnyGroupedWeight), "of GGUF files"
+        return weight
+
+
+class _Stacked:
+    """What is filled with a tensor of the matrices of all experts; as `LoadTarget`."""
+
+    def __init__(self, weights: Sequence[AnyGroupedWeight]) -> None:
+        self._weights = weights
+        self.shape = (len(weights), *weights[0].shape)
+        self.nbytes = sum(weight.nbytes for weight in weights)
+
+    def fill_quantised(self, part: Part, first: int) -> list[torch.Tensor]:
+        """`part`: the bytes of experts from `first` on."""
+        assert isinstance(part, torch.Tensor)
+        weights = self._weights[first : first + len(part)]
+        return [
+            weight.write_blocks(0, blocks.view(len(weight), -1))
+            for weight, blocks in zip(weights, part, strict=True)
+        ]
 
 
 class QuantisedExperts(nn.Module):
