@@ -65,6 +65,7 @@ _SERVICES = {
     "--dtype float32": _FLOAT32,
     "--dtype float32, KV in bfloat16": [*_FLOAT32, "--kv-cache-dtype", "bfloat16"],
     "--dtype float32, KV in int8": [*_FLOAT32, "--kv-cache-dtype", "int8"],
+    "--dtype float32, activations not rounded": [*_FLOAT32, "--activation-quantization", "none"],
 }
 # GGML_TYPE_F16, the default of llama.cpp, and GGML_TYPE_Q8_0.
 _LLAMA_CPP_KV = {"llama.cpp": 1, "llama.cpp, KV in q8_0": 8}

@@ -63,6 +63,7 @@ class GroupFormat:
         minima: Whether a float16 is added to scaled values; with subscales less that times an integer.
         zeros: Whether a zero point is taken off each value, an integer of 8 bits.
         table: Which of `TABLES` has what values stand for; 0: they are numbers.
+        rounds_rows: Whether a CPU rounds what it multiplies by, to 8 bits in groups.
     """
 
     name: str
@@ -75,6 +76,7 @@ class GroupFormat:
     minima: bool = False
     zeros: bool = False
     table: int = 0
+    rounds_rows: bool = True
 
     @property
     def packs_subscales(self) -> bool:
@@ -98,7 +100,7 @@ class CompiledFormat(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("bits", "offset", "scale_kind", "span", "subscales"),
-            *("packs_subscales", "minima", "zeros", "table"),
+            *("packs_subscales", "minima", "zeros", "table", "rounds_rows"),
         )
     )
 
@@ -108,7 +110,7 @@ def _compiled(form: GroupFormat) -> CompiledFormat:
     """Kept for ever: weights refer to its memory. There are few formats."""
     kind = _SCALE_DTYPES.index(form.scale_dtype)
     shared = form.span, form.subscales, form.packs_subscales, form.minima, form.zeros, form.table
-    return CompiledFormat(form.bits, form.offset, kind, *shared)
+    return CompiledFormat(form.bits, form.offset, kind, *shared, form.rounds_rows)
 
 
 FORMATS: Mapping[str, GroupFormat] = MappingProxyType(

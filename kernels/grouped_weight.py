@@ -1,8 +1,9 @@
-"""Weights that are quantised in groups of inputs, and their products with rows that are rounded to bytes.
+"""Weights that are quantised in groups of inputs, and their products with rows, rounded to bytes or not.
 
 kernels/group_formats.py has the formats, kernels/group_layout.py the layout in memory.
 kernels/cpu/grouped_product.h has how rows are rounded, and the order of sums, which is the same everywhere:
-a result has the same bits on each instruction set, and in torch.
+a result has the same bits on each instruction set, and in torch. Where the format does not round rows, it has
+those of the dequantised weight in float32, see kernels/cpu/dequantised_product.h.
 
 Dimension letters: n, T rows; I inputs; O outputs; G groups; H groups, or half groups where these have scales.
 """
@@ -20,7 +21,14 @@ from torch.nn import functional
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
-from kernels.cpu.linear import ROUNDED_ROWS, Arguments, can_multiply, rounded_rows
+from kernels.cpu.linear import (
+    COPIED_ROWS,
+    ROUNDED_ROWS,
+    Arguments,
+    can_multiply,
+    copied_rows,
+    rounded_rows,
+)
 from kernels.dequantise import dequantised, factors, integers
 from kernels.gguf_blocks import parts_of
 from kernels.group_formats import CHUNK_GROUPS, GROUP_INPUTS, WIDE_TABLES, GroupFormat
@@ -164,7 +172,11 @@ class GroupedWeight(AnyGroupedWeight):
             return grouped_reference(x, self, bias)
         rows = len(x)
         out = torch.empty(rows, len(self), dtype=x.dtype)  # [T, O]
-        scratch = rounded_rows(min(rows, ROUNDED_ROWS), self.shape[1])
+        scratch = (
+            rounded_rows(min(rows, ROUNDED_ROWS), self.shape[1])
+            if self.form.rounds_rows
+            else copied_rows(x.dtype, min(rows, COPIED_ROWS), self.shape[1])
+        )
         arguments = Arguments.of(out, x, self.data, bias, scratch)
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         run = library.function(f"quire_grouped_linear_{SUFFIXES[x.dtype]}", types)
@@ -246,8 +258,11 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def grouped_reference(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product in torch, with the bits of the compiled one; see `kernels.linear.linear`."""
+    """The product in torch, with the bits of the compiled one if rows are rounded; see `linear`."""
     parts = weight.parts(torch.arange(len(weight)))
+    if not weight.form.rounds_rows:
+        matrix = dequantised(weight.form, parts)[:, : weight.shape[1]]
+        return functional.linear(x.float(), matrix, None if bias is None else bias.float()).to(x.dtype)
     scales, minima = factors(weight.form, parts)  # [O, H]
     values = integers(weight.form, parts).view(*scales.shape, -1)  # [O, H, 32 or 16]
     row_scales, row_values = round_rows(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,6 +52,13 @@ class OnGpu:
 
 HeldFormat = WeightFormat | OnGpu
 """How a weight is held."""
+
+
+def unrounded(form: HeldFormat | None) -> HeldFormat | None:
+    """The same in a CPU's memory, for products with rows that are not rounded."""
+    if isinstance(form, PermutedFormat):
+        return PermutedFormat(dataclasses.replace(form.within, rounds_rows=False))
+    return dataclasses.replace(form, rounds_rows=False) if isinstance(form, GroupFormat) else form
 
 
 def check_cut(form: HeldFormat | None, taken: range, inputs: int) -> None:

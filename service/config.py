@@ -173,6 +173,12 @@ class Config:
         " about 4.9 (q4_k, and q6_k where it matters most), q4_k and q4_0 4.5; none leaves them as they are",
         QUANTIZATIONS,
     )
+    activation_quantization: str = setting(
+        "int8",
+        "whether activations that are multiplied by quantised integers are rounded, on the CPU: int8 rounds"
+        " them to 8 bits in groups of 32; none leaves them in dtype, which is more exact, and slower",
+        ("int8", UNQUANTISED),
+    )
     head_dtype: str = setting(
         AUTO,
         "data type in which logits are computed; float32 as some trainers do; the matrix then takes 4 bytes a"

@@ -74,10 +74,10 @@ def make_model(directory: Path, spec: TinyModel) -> Path:
 
 
 def load_decoder(
-    directory: Path, dtype: torch.dtype | str = "auto", *, pack: bool = False, quantization: str | None = None
+    directory: Path, dtype: torch.dtype | str = "auto", *, pack: bool = False, **options: Any
 ) -> Decoder:
-    """The model of a directory in native code."""
-    return load_planned(plan_load(directory, dtype, quantization=quantization), pack=pack)[0]
+    """The model of a directory in native code. `options`: of `plan_load`."""
+    return load_planned(plan_load(directory, dtype, **options), pack=pack)[0]
 
 
 def make_family_model(directory: Path, model_type: str, settings: dict[str, Any], *, seed: int = 0) -> Path:

@@ -96,16 +96,14 @@ class Follower:
             torch.cuda.set_device(self._device)
         self._collectives.connect(Path(rendezvous), self._device)
 
-    def _answer_load(
-        self, directory: str, dtype: str, quantization: str | None, threads: int
-    ) -> dict[str, Any]:
+    def _answer_load(self, threads: int, **settings: Any) -> dict[str, Any]:
         torch.set_num_threads(threads)
-        model, description = self._load(directory, dtype, quantization, self._device, pack=True)
+        model, description = self._load(self._device, pack=True, **settings)
         self._served, self._lora_slots = Served(model), None
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
 
     def _load(
-        self, directory: str, dtype: str, quantization: str | None, device: torch.device, *, pack: bool
+        self, device: torch.device, *, pack: bool, directory: str, dtype: str, **settings: Any
     ) -> tuple[Decoder, ModelDescription]:
         model, description = load_served(
             Path(directory),
@@ -116,7 +114,7 @@ class Follower:
             self_check=False,
             pack=pack,
             group=self._collectives,
-            quantization=quantization,
+            **settings,
         )
         assert isinstance(model, Decoder)
         return model, description
@@ -149,12 +147,10 @@ class Follower:
     def _answer_set_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
 
-    def _answer_read_weights(
-        self, directory: str, dtype: str, quantization: str | None, number: int
-    ) -> dict[str, Any]:
+    def _answer_read_weights(self, number: int, **settings: Any) -> dict[str, Any]:
         self._read_weights = None
         on_gpu = self._device.type == "cuda"
-        model, description = self._load(directory, dtype, quantization, torch.device("cpu"), pack=not on_gpu)
+        model, description = self._load(torch.device("cpu"), pack=not on_gpu, **settings)
         self._number, self._read_weights = number, model
         self._drop_weights()
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}

@@ -208,6 +208,7 @@ def _make_executor(
             self_check=config.no_self_check != "on" and not config.model_was_proved,
             batch_invariant=config.batch_invariant == "on",
             quantization=_quantization(config),
+            rounds_rows=config.activation_quantization != "none",
             kv_dtype=_kv_dtype(config),
             head_dtype=config.head_dtype or "auto",
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,

@@ -531,6 +531,7 @@ def _write_row(data: bytes, number_format: DataType, into: types_pb2.Tensor) -> 
 def _description(model: ModelDescription, pooling: str = "") -> types_pb2.ModelDescription:
     dtype = _DTYPES_BY_NAME.get(model.dtype)
     fields = _fields(model) | {"dtype": None if dtype is None else _DTYPES[dtype]}
+    del fields["rounds_rows"]  # `Capabilities.products` says it
     return types_pb2.ModelDescription(**fields, pooling=pooling)
 
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "dequantised_product.h"
 #include "float8_product.h"
 #include "gates.h"
 #include "grouped_product.h"
@@ -27,7 +28,7 @@ struct Projection {
   const MatrixPart* parts;  // [E, num_parts], one after the other; those without outputs fill up
   const void* bias;         // [E, O], or null
   int64_t num_parts, outputs, inputs;
-  int64_t has_plain, has_grouped;  // whether parts multiply rows as they are, or rounded
+  int64_t has_plain, has_rounded;  // whether parts multiply rows as they are, or rounded
 
   const MatrixPart& part(int64_t expert, int64_t index) const { return parts[expert * num_parts + index]; }
 
@@ -58,7 +59,7 @@ struct Arguments {
   // Scratch: [T * k, 2 * I] and [T * k, I] by expert; [T * k, C] by pair, at first for the rows of x by expert.
   void *both, *inner, *results;
   void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
-  void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if there are weights in groups
+  void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if rows are rounded
   int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
   int64_t activation;            // see `with_activation`
   const int32_t* lora_slots;     // [T]; null: no token has an adapter
@@ -132,20 +133,20 @@ struct Adapted {
 // What a projection multiplies, and where results go: of each pair, by its index in `Groups::pairs`.
 template <typename T>
 struct Rows {
-  std::vector<const T*> plain;             // rows [I], which are rounded for weights in groups
+  std::vector<const T*> plain;             // rows [I], which are rounded for some weights in groups
   std::vector<const InputOf<T>*> inputs;   // the same as other weights take them
   std::vector<T*> results;                 // rows [O]
 
   explicit Rows(int64_t pairs) : plain(pairs), inputs(pairs), results(pairs) {}
 };
 
-// Rounds one group of the row of a pair, if the weight of its expert is in groups.
+// Rounds one group of the row of a pair, if the weight of its expert multiplies rounded rows.
 template <typename T>
 void round_pair(const Groups& groups, const Projection& projection, int64_t index, const Rows<T>& rows, RowGroup* rounded,
                 int64_t place, int64_t group) {
   const int64_t expert = groups.owners[place], start = groups.starts[expert];
   const MatrixPart& part = projection.part(expert, index);
-  if (part.format == nullptr) return;
+  if (!part.rounds_rows()) return;
   const int64_t row = place - start, first = start + row / kRoundedRows * kRoundedRows;
   const int64_t count = std::min(kRoundedRows, groups.starts[expert + 1] - first);
   round_group_of(rounded + first * groups_of(projection.inputs), place - first, count, group, rows.plain[place],
@@ -159,13 +160,14 @@ void multiply_part(const Groups& groups, const Projection& projection, int64_t e
   const int64_t start = groups.starts[expert], stop = groups.starts[expert + 1];
   const MatrixPart& part = projection.part(expert, index);
   const T* bias = projection.template bias_of<T>(expert, index);
-  if (part.format == nullptr) {
+  if (!part.rounds_rows()) {
     Products<T> products{nullptr, bias, rows.inputs.data() + start, rows.results.data() + start, stop - start,
                          projection.inputs, part.outputs};
     if (part.is_float8()) {
       const Float8Weight weight{static_cast<const uint8_t*>(part.weight), projection.inputs, part.scale_inputs};
       return multiply_float8(products, weight, begin, end);
     }
+    if (part.format != nullptr) return multiply_dequantised(products, part.weight, *part.format, begin, end);
     products.weight = static_cast<const T*>(part.weight);
     return products.multiply_blocks(begin, end);
   }
@@ -193,7 +195,7 @@ void project(const Groups& groups, const Projection& projection, Rows<T>& rows, 
       worker.for_shares(pairs, [&](int64_t place) {
         rows.results[place] += projection.part(groups.owners[place], index - 1).outputs;
       });
-    if (projection.has_grouped)
+    if (projection.has_rounded)
       worker.for_shares(pairs * num_groups, [&](int64_t i) {
         round_pair(groups, projection, index, rows, rounded, i / num_groups, i % num_groups);
       });

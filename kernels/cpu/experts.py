@@ -14,6 +14,7 @@ from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.library import integers, pointers
 from kernels.cpu.linear import MatrixPart, copied_rows, rounded_rows
 from kernels.cpu.lora import ExpertsLora, Scratch
+from kernels.group_formats import CompiledFormat
 from kernels.weight import CompiledPart, Weight
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class _Projection(ctypes.Structure):
     """The struct of the same name in experts.cpp: the fields must agree."""
 
-    _fields_ = (*pointers("parts bias"), *integers("num_parts outputs inputs has_plain has_grouped"))
+    _fields_ = (*pointers("parts bias"), *integers("num_parts outputs inputs has_plain has_rounded"))
 
 
 class _Arguments(ctypes.Structure):
@@ -56,9 +57,10 @@ class PackedWeights:
         filled = [[*own, *[CompiledPart(0, None, 0)] * (count - len(own))] for own in parts]
         every = [MatrixPart(*part) for part in itertools.chain(*filled)]
         self._parts = (MatrixPart * len(every))(*every)
-        grouped = [part.form is not None for part in itertools.chain(*parts)]
+        forms = [part.form for part in itertools.chain(*parts)]
+        rounded = [form is not None and bool(CompiledFormat.from_address(form).rounds_rows) for form in forms]
         self.projection = _Projection(
-            ctypes.addressof(self._parts), None, count, *weights[0].shape, not all(grouped), any(grouped)
+            ctypes.addressof(self._parts), None, count, *weights[0].shape, not all(rounded), any(rounded)
         )
 
     def __len__(self) -> int:
@@ -93,7 +95,7 @@ def experts(
     scratch = (
         copied_rows(x.dtype, tokens, width) if into.has_plain else None,
         copied_rows(x.dtype, pairs, inner_width) if out_of.has_plain else None,
-        rounded_rows(pairs, max(width, inner_width)) if into.has_grouped or out_of.has_grouped else None,
+        rounded_rows(pairs, max(width, inner_width)) if into.has_rounded or out_of.has_rounded else None,
     )
     expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.float().contiguous()
     arguments = _Arguments(

@@ -11,6 +11,11 @@ namespace quire {
 // What values are moved by before they are multiplied: of a table, whose numbers are unpacked with 128 added, as well.
 inline int moved_by(const GroupFormat& format) { return format.table ? 128 : static_cast<int>(format.offset); }
 
+// What a group has but its scale.
+enum Extra { kNothing, kZeros, kMinima };
+
+inline Extra extra_of(const GroupFormat& format) { return format.minima ? kMinima : format.zeros ? kZeros : kNothing; }
+
 // Scales of the groups of a chunk, or of their halves, in float32, and what else they have: minima, or minus zero points.
 struct Factors {
   alignas(64) float scales[2 * kChunkGroups][kBlockOutputs];
@@ -166,6 +171,52 @@ inline void unpack(const GroupFormat& format, const uint8_t* values, int64_t gro
     case 4: return upper ? unpack_planes<4, 0, 4, true>(values, groups, to) : unpack_planes<4, 0, 4>(values, groups, to);
     default: return unpack_planes<4, 0>(values, groups, to);
   }
+}
+
+// One byte of each word, less an integer: 2^23 more is a float with it as its last bits. Of a conversion of these vectors
+// GCC makes one operation for each number.
+inline Floats floats_of_words(Words words, int byte, int moved) {
+  return (Floats)((words >> 8 * byte & 255u) | 0x4b000000u) - (0x1p23f + static_cast<float>(moved));
+}
+
+// Conditions inside this loop would make GCC keep its vectors in memory.
+template <Extra kExtra, bool kWide>
+inline void scale_values(float* to, const uint8_t* values, const uint8_t* upper, const Factors& factors, int64_t count,
+                         int64_t steps, int moved) {
+  for (int64_t i = 0; i < count; i++) {
+    const Floats scale = load<Floats>(factors.scales[i]), extra = load<Floats>(factors.extras[i]);
+    for (int64_t step = 0; step < steps; step++, values += kStepBytes, upper += kWide ? kStepBytes : 0) {
+#pragma GCC unroll 4
+      for (int input = 0; input < 4; input++, to += kBlockOutputs) {
+        Floats value = floats_of_words(load<Words>(values), input, moved);
+        if constexpr (kWide) value += floats_of_words(load<Words>(upper), input, 128) * 256.0f;
+        if constexpr (kExtra == kZeros) value += extra;
+        value *= scale;
+        if constexpr (kExtra == kMinima) value += extra;
+        store_lanes(to, value, kLanes);
+      }
+    }
+  }
+}
+
+// The values of a chunk of so many groups: [32 * groups, 16] in float32, as the format defines them. All operations are
+// rounded one by one.
+inline void dequantise(float* to, const GroupFormat& format, const uint8_t* chunk, int64_t groups) {
+  Factors factors;
+  find_factors(format, chunk, groups, factors);
+  alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes], upper[sizeof(unpacked)];
+  const uint8_t* values = chunk + format.values_at(groups);
+  if (format.has_wide_table()) unpack(format, values, groups, upper, true);
+  if (format.bits != 8) {
+    unpack(format, values, groups, unpacked);
+    values = unpacked;
+  }
+  const Extra extra = extra_of(format);
+  const auto run = format.has_wide_table() ? &scale_values<kNothing, true>
+                   : extra == kMinima      ? &scale_values<kMinima, false>
+                   : extra == kZeros       ? &scale_values<kZeros, false>
+                                           : &scale_values<kNothing, false>;
+  run(to, values, upper, factors, groups * format.halves(), 8 / format.halves(), moved_by(format));
 }
 
 }  // namespace quire

@@ -13,6 +13,7 @@ constexpr int64_t groups_of(int64_t inputs) { return (inputs + kGroupInputs - 1)
 // Plain data, filled by kernels/group_formats.py: the fields must agree.
 struct GroupFormat {
   int64_t bits, offset, scale_kind, span, subscales, packs_subscales, minima, zeros, table;
+  int64_t rounds_rows;  // whether rows are rounded to 8 bits before they are multiplied
 
   enum { kFloat16, kBfloat16, kFloat32 };  // scale_kind
 

@@ -6,25 +6,11 @@
 namespace quire {
 namespace {
 
-// Some groups of an output. All operations are rounded one by one.
+// Some groups of an output.
 void read_groups(float* to, const GroupFormat& format, const uint8_t* chunk, int64_t groups, int64_t output, int64_t inputs) {
-  Factors factors;
-  find_factors(format, chunk, groups, factors);
-  alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes], upper[sizeof(unpacked)];
-  if (format.has_wide_table()) unpack(format, chunk + format.values_at(groups), groups, upper, true);
-  const uint8_t* values = chunk + format.values_at(groups);
-  if (format.bits != 8) {
-    unpack(format, values, groups, unpacked);
-    values = unpacked;
-  }
-  for (int64_t input = 0; input < inputs; input++) {
-    const int64_t half = input / (kGroupInputs / format.halves());
-    const float scale = factors.scales[half][output], extra = factors.extras[half][output];
-    const int64_t place = input / 4 * kStepBytes + output * 4 + input % 4;
-    const int whole = values[place] - moved_by(format) + (format.has_wide_table() ? 256 * (upper[place] - 128) : 0);
-    const float value = static_cast<float>(whole);
-    to[input] = format.minima ? scale * value + extra : scale * (value + (format.zeros ? extra : 0.0f));
-  }
+  alignas(64) float values[kChunkGroups * kGroupInputs][kBlockOutputs];
+  dequantise(values[0], format, chunk, groups);
+  for (int64_t input = 0; input < inputs; input++) to[input] = values[input][output];
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "dequantised_product.h"
 #include "group_chunk.h"
 
 namespace quire {
@@ -30,11 +31,6 @@ typedef float Real __attribute__((vector_size(4 * QUIRE_SUMS)));
 constexpr int kSums = QUIRE_SUMS, kVectors = kBlockOutputs / kSums;
 // What a row's values are below is lost: its inverse would overflow.
 constexpr float kLeast = 1e-30f;
-
-// What a group has but its scale.
-enum Extra { kNothing, kZeros, kMinima };
-
-Extra extra_of(const GroupFormat& format) { return format.minima ? kMinima : format.zeros ? kZeros : kNothing; }
 
 inline int32_t four(const RowGroup& row, int step) { return load<int32_t>(row.values + 4 * step); }
 
@@ -296,6 +292,10 @@ void round_group_of(RowGroup* rounded, int64_t row, int64_t count, int64_t group
 
 template <typename T>
 void grouped_linear(const LinearArguments& a, const GroupFormat& format, const Worker& worker) {
+  if (!format.rounds_rows)
+    return multiply_rows_of<T>(a, worker, [&](const Products<T>& all, int64_t begin, int64_t end) {
+      multiply_dequantised(all, a.weight, format, begin, end);
+    });
   RowGroup* rounded = static_cast<RowGroup*>(a.scratch);
   const int64_t groups = groups_of(a.inputs), blocks = blocks_of(a.outputs);
   for (int64_t first = 0; first < a.rows; first += kRoundedRows) {

@@ -1,4 +1,5 @@
-// Products of rows and weights that are quantised in groups: see group_format.h.
+// Products of rows and weights that are quantised in groups, of those whose format rounds rows: see group_format.h, and
+// dequantised_product.h for the others.
 //
 // Rows are rounded to signed bytes in groups of 32, from -127 to 127, so that no instruction's sum saturates. The sum of a
 // group, or of half of it where halves have scales, is an integer, which is exact in any order. Groups are added in their
@@ -62,6 +63,7 @@ struct MatrixPart {
   int64_t scale_inputs;       // of 8-bit floats those with one scale; 0 without a format: it is packed
 
   bool is_float8() const { return scale_inputs > 0; }
+  bool rounds_rows() const { return format != nullptr && format->rounds_rows; }
 
   int64_t bytes(int64_t inputs, int64_t element_bytes) const {
     return outputs * inputs * (format != nullptr ? format->bits : is_float8() ? 8 : 8 * element_bytes) / 8;

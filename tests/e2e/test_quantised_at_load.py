@@ -8,9 +8,9 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
-from tests.e2e.greedy import chosen_here, decoded
+from tests.e2e.greedy import chosen_by, chosen_here, decoded
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, make_model
+from tests.model_factory import TinyModel, load_decoder, make_model
 from workers.models.model import BFLOAT16_KV
 
 PROMPT = [(5 * i + 2) % 97 for i in range(37)]
@@ -30,4 +30,17 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
         )
         info = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model
         assert (info.quantization, info.dtype) == (format_name, types_pb2.DATA_TYPE_F32)
+        assert decoded(gateway, PROMPT, COUNT) == expected
+
+
+def test_activations_are_not_rounded_if_that_is_asked_for(tmp_path: Path) -> None:
+    """By none of the ranks."""
+    model = make_model(tmp_path, TinyModel(intermediate_size=128))
+    decoder = load_decoder(model, pack=True, quantization="q4_0", rounds_rows=False)
+    expected = chosen_by(decoder, PROMPT, COUNT, BFLOAT16_KV)
+    flags = ["--quantization", "q4_0", "--activation-quantization", "none", "--device", "cpu"]
+    with GatewayProcess(model=str(model), flags=[*flags, "--tensor-parallel", "2"]) as gateway:
+        capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest())
+        products = capabilities.executor.products
+        assert "(q4_0 weights, float32 inputs, float32 sums)" in products or "torch" in products
         assert decoded(gateway, PROMPT, COUNT) == expected

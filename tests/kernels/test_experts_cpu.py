@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -93,6 +94,10 @@ def test_bits_are_those_of_each_pair_by_itself(
     assert torch.equal(case.run(activation), case.one_by_one(activation))
 
 
+def unrounded(form: GroupFormat) -> GroupFormat:
+    return dataclasses.replace(form, rounds_rows=False)
+
+
 INT4 = integer_groups(4, 64, torch.bfloat16, zeros=True)
 # The formats of gate, up and down of one expert after the other; None: that of the rows.
 FORMS: dict[str, list[tuple[WeightFormat | None, ...]]] = {
@@ -100,6 +105,10 @@ FORMS: dict[str, list[tuple[WeightFormat | None, ...]]] = {
     "as llama.cpp has them": [(FORMATS["q4_k"], FORMATS["q4_k"], FORMATS["q6_k"])],
     "gate and up apart": [(FORMATS["q4_k"], FORMATS["q5_k"], INT4)],
     "some not at all": [(None, FORMATS["q3_k"], None), (INT4, INT4, FORMATS["iq4_xs"]), (None,) * 3],
+    "rows that are not rounded": [
+        (unrounded(FORMATS["q4_k"]), unrounded(FORMATS["q4_k"]), unrounded(FORMATS["q6_k"])),
+        (None, FORMATS["q8_0"], unrounded(INT4)),
+    ],
     "8-bit floats": [
         (Float8Format(32),) * 3,
         (Float8Format(), FORMATS["q8_0"], Float8Format(32)),

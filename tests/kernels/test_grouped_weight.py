@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from kernels.dequantise import dequantised, factors, integers
 from kernels.group_formats import FORMATS, GroupFormat
 from kernels.group_layout import Parts
 from kernels.grouped_weight import GroupedWeight, grouped_reference, round_rows
-from kernels.linear import linear
+from kernels.linear import linear, pack_weight
 from kernels.quantisers import QUANTISERS, quantise
 from tests.kernels.grouped_weights import KINDS, empty, numbers, random_weight
 from tests.kernels.instruction_sets import need_compiled, use
@@ -206,10 +207,44 @@ def test_rounded_rows_are_near(form: GroupFormat) -> None:
     assert ((linear(x, weight).double() - rounded @ weight.dense().double().T).abs() <= allowed).all()
 
 
-@pytest.mark.usefixtures("_threads")
+def unrounded(form: GroupFormat) -> GroupFormat:
+    return dataclasses.replace(form, rounds_rows=False)
+
+
 @pytest.mark.parametrize("form", KINDS, ids=lambda form: form.name)
-def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(form: GroupFormat) -> None:
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_products_of_unrounded_rows_have_the_bits_of_the_dequantised_weight(
+    outputs: int, inputs: int, form: GroupFormat
+) -> None:
+    """In float32, also where rows are bfloat16; and they are near those of float64."""
     need_compiled()
+    dense = random_weight(form, outputs, inputs).dense()
+    packed = pack_weight(dense)
+    for dtype in DTYPES:
+        weight = random_weight(unrounded(form), outputs, inputs, dtype)
+        x = numbers(300, inputs + 9, dtype=dtype, seed=1)[:, 9:]  # strided
+        x[5, :32], x[6, 0], x[7, 0], x[8] = 0.0, math.nan, math.inf, 1e-42
+        for bias in (None, numbers(outputs, dtype=dtype, seed=2)):
+            expected = linear(x.float(), packed, None if bias is None else bias.float()).to(dtype)
+            for rows in ROWS:
+                found = linear(x[:rows], weight, bias)
+                assert found.dtype is dtype
+                assert torch.equal(found.nan_to_num(7e7), expected[:rows].nan_to_num(7e7)), rows
+    x = numbers(300, inputs, seed=1)
+    exact, sizes = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
+    found = linear(x, random_weight(unrounded(form), outputs, inputs))
+    # One rounding for each input.
+    assert ((found.double() - exact).abs() <= inputs * 2**-24 * 1.001 * sizes).all()
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("rounds_rows", [True, False])
+@pytest.mark.parametrize("form", KINDS, ids=lambda form: form.name)
+def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(
+    form: GroupFormat, rounds_rows: bool
+) -> None:
+    need_compiled()
+    form = form if rounds_rows else unrounded(form)
     weight, x = random_weight(form, 1030, 992), numbers(300, 992, seed=1)
     alone = torch.cat([linear(row[None], weight) for row in x])
     for threads in (1, 2, 3):
@@ -219,7 +254,7 @@ def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(form: GroupFo
 
 
 # What these products are compiled of.
-_SOURCES = ("grouped_product.cpp", "write_values.cpp", "threads.cpp")
+_SOURCES = ("grouped_product.cpp", "dequantised_product.cpp", "write_values.cpp", "threads.cpp")
 
 
 # Each is compiled for its test. Products of this CPU's set, which always run, are compared with torch too.
@@ -231,12 +266,23 @@ _SOURCES = ("grouped_product.cpp", "write_values.cpp", "threads.cpp")
     ],
 )
 def test_bits_are_the_same_on_each_instruction_set(name: str) -> None:
-    """On those that this CPU has, and emulated on the others; torch is the measure for all of them."""
+    """On those that this CPU has, and emulated on the others; torch is the measure for all of them.
+
+    Of rows that are not rounded, this CPU's own products are.
+    """
     need_compiled()
     lacks = {each.name: each.cpu_flags for each in library.X86_SETS}[name] - library.cpu_flags()
     if lacks and not library.X86_SETS[-1].cpu_flags <= library.cpu_flags():
         pytest.skip("needs AVX2")
+    whole = {
+        (form, dtype): linear(numbers(40, 80, dtype=dtype), random_weight(unrounded(form), 33, 80, dtype))
+        for form in KINDS
+        for dtype in DTYPES
+    }
     with use(f"emulated-{name}" if lacks else name, _SOURCES):
+        for (form, dtype), expected in whole.items():
+            weight = random_weight(unrounded(form), 33, 80, dtype)
+            assert torch.equal(linear(numbers(40, 80, dtype=dtype), weight), expected)
         for form in KINDS:
             for outputs, inputs in SHAPES:
                 weight, x = random_weight(form, outputs, inputs), numbers(140, inputs, seed=1)

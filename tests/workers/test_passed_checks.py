@@ -116,6 +116,7 @@ def test_a_key_differs_with_what_a_check_depends_on(model: Path, monkeypatch: py
 
     keys = [key(), key(dtype=torch.bfloat16), key(batch_invariant=True)]
     keys += [key(quantization=name) for name in ("q8_0", "q4_0")]
+    keys.append(key(quantization="q8_0", rounds_rows=False))
     keys.append(key(dataclasses.replace(config, rms_norm_eps=0.1)))
     monkeypatch.setattr(passed_checks, "worker_code", lambda: "other code")
     keys.append(key())

@@ -32,6 +32,7 @@ from workers.models.errors import ModelError
 from workers.models.lora import LoraPair
 from workers.models.native_parity_check import check_native
 from workers.models.recipes import RECIPES
+from workers.models.weights import formats_of
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -54,6 +55,17 @@ def test_families_prove_themselves(name: str, format_name: str, tmp_path: Path) 
     make_family_model(tmp_path, *settings_of(name))
     for dtype in (torch.float32, torch.bfloat16):
         assert run_check(tmp_path, format_name, dtype) is not None
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_families_prove_themselves_as_dense_ones_do_if_rows_are_not_rounded(
+    name: str, tmp_path: Path
+) -> None:
+    """In float32 within its own tolerance."""
+    make_family_model(tmp_path, *settings_of(name))
+    config = ModelConfig.from_directory(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert check_native(tmp_path, config, dtype, CPU, "q4_k_m", rounds_rows=False) is not None
 
 
 def scales_of_other_groups(parts: Parts) -> None:
@@ -104,12 +116,22 @@ def test_embedding_head_and_description(tied: bool, tmp_path: Path) -> None:
         assert description.quantization == format_name and description.dtype == "float32"
         assert description.weight_bytes < plain_bytes(plain) * (bits + 2) / 32
         fingerprints.add(description.fingerprint)
-    assert len(fingerprints) == 3, "KV of one could be taken for that of another"
+    fingerprints.add(plan_and_describe(tmp_path, "q4_0", rounds_rows=False)[1].fingerprint)
+    assert len(fingerprints) == 4, "KV of one could be taken for that of another"
 
 
-def plan_and_describe(directory: Path, format_name: str | None) -> tuple[Decoder, Any]:
+def plan_and_describe(
+    directory: Path, format_name: str | None, *, rounds_rows: bool = True
+) -> tuple[Decoder, Any]:
     made, description = load_served(
-        directory, "auto", CPU, None, backend=NATIVE, self_check=False, quantization=format_name
+        directory,
+        "auto",
+        CPU,
+        None,
+        backend=NATIVE,
+        self_check=False,
+        quantization=format_name,
+        rounds_rows=rounds_rows,
     )
     assert isinstance(made, Decoder)
     return made, description
@@ -120,22 +142,25 @@ def plain_bytes(decoder: Decoder) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format_name", ["q8_0", "q4_k_m"])
+@pytest.mark.parametrize(
+    ("format_name", "rounds_rows"), [("q8_0", True), ("q4_k_m", True), ("q4_k_m", False)]
+)
 def test_bits_depend_on_nothing_else_in_the_batch(
-    format_name: str, dtype: torch.dtype, tmp_path: Path
+    format_name: str, rounds_rows: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Nor on chunks, nor on whether sublayers run one by one; with adapters and without."""
     need_compiled()
     make_family_model(tmp_path, *settings_of("llama with biases"))
-    decoder = load_decoder(tmp_path, dtype, pack=True, quantization=format_name)
+    decoder = load_decoder(tmp_path, dtype, pack=True, quantization=format_name, rounds_rows=rounds_rows)
     assert decoder.batch_invariant
     assert_same_bits(decoder, random_texts(4, LENGTHS), "plain")
     add_adapters(decoder)
     assert_same_bits(decoder, random_texts(4, LENGTHS), "adapters", lora_slots=(1, -1, 0, 1, -1))
 
 
+@pytest.mark.parametrize("rounds_rows", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_may_have_different_formats(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_matrices_may_have_different_formats(dtype: torch.dtype, rounds_rows: bool, tmp_path: Path) -> None:
     """Also those that are fused, as in files of llama.cpp; against the same numbers in plain matrices."""
     need_compiled()
     config = ModelConfig.from_directory(make_family_model(tmp_path, *settings_of("llama with biases")))
@@ -143,7 +168,9 @@ def test_matrices_may_have_different_formats(dtype: torch.dtype, tmp_path: Path)
     names = [name for name, target in plain.targets().items() if len(target.shape) == 2]
     choices = [None, *FORMATS.values(), integer_groups(4, 64, torch.bfloat16, zeros=True)]
     forms = dict(zip(names, itertools.cycle(choices), strict=False))
-    mixed = build_decoder(config, dtype, formats=forms.get)
+    quantised = {name: form for name, form in forms.items() if form is not None}
+    formats = formats_of(None, quantised, config, CPU, rounds_rows=rounds_rows)
+    mixed = build_decoder(config, dtype, formats=formats)
     for name, target in mixed.targets().items():
         of_plain = plain.targets()[name]
         form, into = forms.get(name), target.into
@@ -165,7 +192,9 @@ def test_matrices_may_have_different_formats(dtype: torch.dtype, tmp_path: Path)
     found, expected = (
         decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))) for decoder in (mixed, plain)
     )
-    # Rows are rounded to 8 bits before each product.
+    if dtype is torch.float32 and not rounds_rows:
+        assert torch.equal(found, expected)
+    # Else rows are rounded to 8 bits before each product, or weights to bfloat16.
     rows = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert rows.median() < 0.05
 
@@ -234,16 +263,23 @@ def test_what_cannot_be_quantised_yet_is_refused(tmp_path: Path) -> None:
         load_served(dense, "auto", CPU, None, backend=TRANSFORMERS, self_check=False, quantization="q8_0")
 
 
-def test_other_weights_get_the_same_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds_rows", [True, False])
+def test_other_weights_get_the_same_format(rounds_rows: bool, tmp_path: Path) -> None:
     directories = []
     for seed in (0, 1):
         (tmp_path / f"{seed}").mkdir()
         directories.append(make_model(tmp_path / f"{seed}", TinyModel(seed=seed)))
     executor = LlmExecutor.load(
-        directories[0], kv_pages=4, lora=LoraLimits(4, 16, 1 << 20), quantization="q8_0"
+        directories[0],
+        kv_pages=4,
+        lora=LoraLimits(4, 16, 1 << 20),
+        quantization="q8_0",
+        rounds_rows=rounds_rows,
     )
-    assert "q8_0 weights" in executor.capabilities().products or not library.available()
+    inputs = "inputs of 8 bits in groups of 32" if rounds_rows else "float32 inputs"
+    assert f"(q8_0 weights, {inputs}," in executor.capabilities().products or not library.available()
     assert executor.replacement is not None
     model, description = executor.replacement._read(directories[1])
     assert isinstance(model, Decoder) and isinstance(model.lm_head, GroupedWeight)
+    assert model.lm_head.form.rounds_rows is rounds_rows
     assert description.quantization == "q8_0" and description.fingerprint != executor.info().fingerprint

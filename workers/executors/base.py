@@ -223,6 +223,7 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
             model.dtype,
             batch_invariant=engine.batch_invariant,
             quantization=model.quantization or None,
+            rounds_rows=model.rounds_rows,
         ),
         device=str(kv.device),
         # Models that run one sequence at a time, in the library's code, are those that take no trees.

@@ -82,6 +82,7 @@ class LlmExecutor(ModelExecutor):
         self_check: bool = True,
         batch_invariant: bool = False,
         quantization: str | None = None,
+        rounds_rows: bool = True,
         kv_dtype: str = AUTO_KV,
         head_dtype: str = AUTO,
         max_text_bytes: int = MAX_BYTES,
@@ -101,6 +102,7 @@ class LlmExecutor(ModelExecutor):
         batch_invariant: refuse a model whose rows depend on the rest of the batch. On a GPU this selects
             other, slower kernels.
         quantization: a format to which native weights are quantised on a CPU; None: they are not.
+        rounds_rows: see `LoadPlan`.
         kv_dtype: how keys and values are stored; other than "auto" on a CPU only.
         head_dtype: "float32", or "auto" for the model's: that in which logits are computed.
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
@@ -125,7 +127,7 @@ class LlmExecutor(ModelExecutor):
                 raise ModelError("batch_invariant = on needs tensor_parallel = 1 on a GPU")
             connect(ranks, device)
         try:
-            with loading(ranks, "load", directory, dtype, quantization) as on_all:
+            with loading(ranks, "load", directory, dtype, quantization, rounds_rows) as on_all:
                 model, description = load_served(
                     directory,
                     dtype,
@@ -137,6 +139,7 @@ class LlmExecutor(ModelExecutor):
                     batch_invariant=batch_invariant,
                     group=group,
                     quantization=quantization,
+                    rounds_rows=rounds_rows,
                     mtp_head=mtp_head,
                 )
                 description = on_all(description)
@@ -196,14 +199,15 @@ class LlmExecutor(ModelExecutor):
 
         `dtype` and the rest are the settings with which `served` was loaded.
         """
-        ranks, mtp_head = self.ranks, isinstance(served.model, Decoder) and bool(served.model.mtp_head)
+        ranks, rounds_rows = self.ranks, description.rounds_rows
+        mtp_head = isinstance(served.model, Decoder) and bool(served.model.mtp_head)
 
         def read(source: Path) -> tuple[Model, ModelDescription]:
             other = choose_backend(source, backend)
             # On a GPU they are read into main memory, and copied into place.
             on_gpu = served.model.device.type == "cuda"
             own_dtype = str(served.model.dtype).removeprefix("torch.")
-            with loading(ranks, "read_weights", source, own_dtype, quantization) as on_all:
+            with loading(ranks, "read_weights", source, own_dtype, quantization, rounds_rows) as on_all:
                 read_model, read_description = load_served(
                     source,
                     own_dtype,
@@ -215,6 +219,7 @@ class LlmExecutor(ModelExecutor):
                     pack=not on_gpu,
                     group=None if ranks is None else ranks.collectives,
                     quantization=quantization,
+                    rounds_rows=rounds_rows,
                     mtp_head=mtp_head,
                 )
                 read_description = on_all(read_description)

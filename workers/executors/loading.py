@@ -161,13 +161,14 @@ def load_served(  # noqa: PLR0913 - the settings of a load
     pack: bool = True,
     group: Group | None = None,
     quantization: str | None = None,
+    rounds_rows: bool = True,
     mtp_head: bool = False,
 ) -> tuple[Model, ModelDescription]:
     """Load a directory with the backend from `choose_backend`; batch_invariant: for the self-check on a GPU.
 
     With `pack`, native weights are packed, if there are kernels. With a group a rank's part is loaded.
-    With `quantization`, a format, native weights are quantised. `mtp_head`: see `plan_load`. Messages have
-    the `reason` of the choice.
+    With `quantization`, a format, native weights are quantised. `rounds_rows`, `mtp_head`: see `plan_load`.
+    Messages have the `reason` of the choice.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
@@ -177,7 +178,9 @@ def load_served(  # noqa: PLR0913 - the settings of a load
                 asked = f"draft_model = {MTP_HEAD}" if mtp_head else "quantization"
                 raise UnsupportedError(f"{asked} needs a model that native code runs")
             return _load_library(directory, dtype, device, progress, self_check=self_check)
-        plan = plan_load(directory, dtype, device, group, quantization, mtp_head=mtp_head)
+        plan = plan_load(
+            directory, dtype, device, group, quantization, rounds_rows=rounds_rows, mtp_head=mtp_head
+        )
         if plan.is_quantised and device.type == "cpu":
             use_bits_of_all_cpus()
         if self_check:
@@ -246,12 +249,10 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
     """Raises ModelError if native code and the library disagree for this config."""
     # The library has no heads for multi-token prediction.
     checked = directory, plan.config.body, plan.dtype, plan.device
-    quantization, forms = plan.quantization, plan.forms
+    quantised = plan.quantization, plan.forms, plan.rounds_rows
 
     def key() -> str:
-        return passed_checks.key_of(
-            *checked, batch_invariant=batch_invariant, quantization=quantization, forms=forms
-        )
+        return passed_checks.key_of(*checked, *quantised, batch_invariant=batch_invariant)
 
     before = ""
     with contextlib.suppress(OSError):
@@ -264,7 +265,7 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = check_native(*checked, batch_invariant=batch_invariant, quantization=quantization, forms=forms)
+    error = check_native(*checked, *quantised, batch_invariant=batch_invariant)
     if error is not None:
         with contextlib.suppress(OSError):
             # Not if files were replaced meanwhile: the code that was checked may be the older one.

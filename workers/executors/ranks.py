@@ -45,7 +45,12 @@ def connect(ranks: RankGroup, device: torch.device) -> None:
 
 @contextmanager
 def loading(
-    ranks: RankGroup | None, question: str, directory: Path, dtype: str, quantization: str | None
+    ranks: RankGroup | None,
+    question: str,
+    directory: Path,
+    dtype: str,
+    quantization: str | None,
+    rounds_rows: bool,
 ) -> Iterator[OnAll]:
     """Let the other ranks read their parts while the body of the `with` reads that of rank 0.
 
@@ -55,11 +60,16 @@ def loading(
         directory: The model.
         dtype: See `LlmExecutor.load`.
         quantization: Likewise.
+        rounds_rows: Likewise.
     """
     if ranks is None:
         yield lambda description: description
         return
-    details: dict[str, object] = {"dtype": dtype, "quantization": quantization}
+    details: dict[str, object] = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "rounds_rows": rounds_rows,
+    }
     if question == "read_weights":
         # On the one thread that reads.
         ranks.weights_read += 1

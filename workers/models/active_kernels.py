@@ -30,7 +30,12 @@ def active_kernels(device: torch.device) -> tuple[str, ...]:
 
 
 def active_products(
-    device: torch.device, dtype: str, *, batch_invariant: bool = False, quantization: str | None = None
+    device: torch.device,
+    dtype: str,
+    *,
+    batch_invariant: bool = False,
+    quantization: str | None = None,
+    rounds_rows: bool = True,
 ) -> str:
     """What multiplies by weights of a dtype, as an operator reads it; with `SLOW` if the CPU could do better.
 
@@ -42,7 +47,8 @@ def active_products(
         reason = f"there are no {dtype} products for a CPU"
     elif name := kernel_name():
         if quantization is not None:
-            return f"{name} ({quantization} weights, inputs of 8 bits in groups of 32, float32 sums)"
+            inputs = "inputs of 8 bits in groups of 32" if rounds_rows else f"{dtype} inputs"
+            return f"{name} ({quantization} weights, {inputs}, float32 sums)"
         if dtype == "float32":
             return f"{name} (float32 weights, inputs and sums)"
         if library.multiplies_bfloat16():

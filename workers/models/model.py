@@ -36,6 +36,7 @@ class ModelDescription:
             the files. It does not depend on the loaded dtype or on the sharding.
         backend: "native" or "transformers".
         quantization: The format of the weights, such as "q8_0"; "": they have the dtype.
+        rounds_rows: See `LoadPlan`.
         moe_layers: The layers with experts, if these can be captured and given. `moe_layer_ids`: which ones.
     """
 
@@ -60,6 +61,7 @@ class ModelDescription:
     num_experts: int = 0
     experts_per_token: int = 0
     quantization: str = ""
+    rounds_rows: bool = True
 
 
 class Model(Protocol):

@@ -57,10 +57,11 @@ def check_native(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    batch_invariant: bool = False,
     quantization: str | None = None,
     forms: Mapping[str, WeightFormat] = NO_FORMS,
+    rounds_rows: bool = True,
+    *,
+    batch_invariant: bool = False,
 ) -> float | None:
     """The relative error of a scaled-down model in float32. The weights are not read.
 
@@ -71,10 +72,11 @@ def check_native(
         config: Its config as native code reads it.
         dtype: The dtype that will serve.
         device: The device that will serve.
-        batch_invariant: Whether it will serve with the batch-invariant kernels of a GPU.
         quantization: How its weights are quantised, a name of `workers.models.recipes`; see
             `workers.models.library.quantised_module`.
         forms: The formats in which its files have weights, by the names of tensors.
+        rounds_rows: See `LoadPlan`.
+        batch_invariant: Whether it will serve with the batch-invariant kernels of a GPU.
 
     Raises:
         ModelError: The library reads the config differently, or the error is too large.
@@ -90,9 +92,9 @@ def check_native(
     if dtype != torch.float32 or device.type != "cpu":
         _check_logits(directory, module, dtype, device, batch_invariant=batch_invariant)
     if quantization is not None:
-        _check_logits(directory, module, dtype, device, quantization=quantization)
+        _check_logits(directory, module, dtype, device, quantization=quantization, rounds_rows=rounds_rows)
     for some in _forms_to_check(module, forms):
-        _check_logits(directory, module, dtype, device, forms=some)
+        _check_logits(directory, module, dtype, device, forms=some, rounds_rows=rounds_rows)
     return error
 
 
@@ -165,6 +167,7 @@ def _check_logits(
     batch_invariant: bool = False,
     quantization: str | None = None,
     forms: Mapping[str, WeightFormat] = NO_FORMS,
+    rounds_rows: bool = True,
 ) -> float:
     """The relative error of native code with the weights of `module`, which is moved to dtype and device."""
     with library_errors("run a scaled-down model"):
@@ -176,7 +179,7 @@ def _check_logits(
     tensors = {config.family.renamed_tensor(name): tensor for name, tensor in tensors.items()}
     if config.family.experts is not None and config.family.experts.stacked is not None:
         tensors = separated_values(tensors, config.family.experts)
-    formats = formats_of(quantization, forms, config, device)
+    formats = formats_of(quantization, forms, config, device, rounds_rows=rounds_rows)
     decoder = build_decoder(config, dtype, device, formats=formats)
     for name in decoder.targets().keys() - tensors.keys():
         raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
@@ -194,7 +197,7 @@ def _check_logits(
 
     # 8-bit floats are multiplied by what has the dtype, and so are all formats on a GPU.
     is_float8 = quantization is None and all(isinstance(form, Float8Format) for form in forms.values())
-    rounds = not is_float8 and not gpu_format.is_gpu(device)
+    rounds = rounds_rows and not is_float8 and not gpu_format.is_gpu(device)
     names = names_of(forms) or quantization or name_of(dtype)
     with library_errors("run a scaled-down model"), ExitStack() as until_checked:
         if formats is not None:

@@ -33,10 +33,11 @@ def key_of(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    batch_invariant: bool,
     quantization: str | None = None,
     forms: Mapping[str, WeightFormat] = MappingProxyType({}),
+    rounds_rows: bool = True,
+    *,
+    batch_invariant: bool,
 ) -> str:
     """What a check depends on, as a digest. The arguments are those of `check_native`. Raises ModelError.
 
@@ -52,6 +53,7 @@ def key_of(
         batch_invariant,
         quantization,
         [(name, forms[name].name) for name in sorted(forms)],
+        rounds_rows,
     )
     parts = worker_code(), machine, environment, settings, source_of(directory).settings()
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -18,7 +18,7 @@ import torch
 
 from kernels import gpu_format
 from kernels.float8_weight import Float8Format
-from kernels.weight_formats import OnGpu, WeightFormat
+from kernels.weight_formats import OnGpu, WeightFormat, unrounded
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
@@ -68,6 +68,7 @@ class LoadPlan:
         group: The ranks over which the model is split; None: it is not.
         quantization: How matrices are quantised while they are read, a name of `RECIPES`; None: they are not.
         forms: The formats of matrices that the files have quantised, by their names in a text model.
+        rounds_rows: Whether a CPU rounds what it multiplies by quantised integers, to 8 bits in groups.
     """
 
     config: ModelConfig
@@ -79,11 +80,14 @@ class LoadPlan:
     group: Group | None = None
     quantization: str | None = None
     forms: Mapping[str, WeightFormat] = field(default_factory=dict)
+    rounds_rows: bool = True
 
     @property
     def formats(self) -> FormatOf | None:
         """The format of each matrix, for `build_decoder`."""
-        return formats_of(self.quantization, self.forms, self.config, self.device)
+        return formats_of(
+            self.quantization, self.forms, self.config, self.device, rounds_rows=self.rounds_rows
+        )
 
     @property
     def is_quantised(self) -> bool:
@@ -102,14 +106,19 @@ def names_of(forms: Mapping[str, WeightFormat]) -> str:
 
 
 def formats_of(
-    quantization: str | None, forms: Mapping[str, WeightFormat], config: ModelConfig, device: torch.device
+    quantization: str | None,
+    forms: Mapping[str, WeightFormat],
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    rounds_rows: bool = True,
 ) -> FormatOf | None:
     """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
     if not forms and quantization is None:
         return None
     format_of = forms.get if quantization is None else recipe(quantization, config)
     if not gpu_format.is_gpu(device):
-        return format_of
+        return format_of if rounds_rows else lambda name: unrounded(format_of(name))
 
     def on_gpu(name: str) -> OnGpu | None:
         form = format_of(name)
@@ -125,6 +134,7 @@ def plan_load(
     group: Group | None = None,
     quantization: str | None = None,
     *,
+    rounds_rows: bool = True,
     in_memory: bool = True,
     mtp_head: bool = False,
 ) -> LoadPlan:
@@ -138,6 +148,7 @@ def plan_load(
         device: The device of the parameters.
         group: Only the part of `group.rank` is loaded; None: all of it.
         quantization: See `LoadPlan`.
+        rounds_rows: Likewise.
         in_memory: Whether they have to fit into memory.
         mtp_head: With the model's head for multi-token prediction.
 
@@ -167,6 +178,7 @@ def plan_load(
     targets = _targets(config, directory, entries, chosen)
     formats = formats_of(quantization, forms, config, device)
     on_cpu = not gpu_format.is_gpu(device)
+    rounds_rows = rounds_rows or not on_cpu  # a GPU never does
     if dtype == AUTO and on_cpu and formats is not None and _are_integers(targets, formats):
         # Nothing is larger for it but rows, and bfloat16 would lose more than 8 bits of weights do.
         chosen = torch.float32
@@ -183,7 +195,8 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    formats = formats_of(quantization, forms, config, device)  # of a config that may have changed
+    # Of a config that may have changed.
+    formats = formats_of(quantization, forms, config, device, rounds_rows=rounds_rows)
     if group is not None or formats is not None:
         targets = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
@@ -192,7 +205,8 @@ def plan_load(
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     if in_memory:
         check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
-    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization, forms)
+    quantised = quantization, forms, rounds_rows
+    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, *quantised)
 
 
 def _are_integers(targets: Mapping[str, LoadTarget], formats: FormatOf) -> bool:
@@ -238,6 +252,8 @@ def load_planned(
     # The hash of the parsed config: two spellings of a config give the same fingerprint. The KV of quantised
     # weights is another one.
     quantised = "" if plan.quantization is None else f" as {plan.quantization}"
+    if plan.is_quantised and not plan.rounds_rows:
+        quantised += " with unrounded rows"
     head = f"model.layers.{config.num_hidden_layers}."  # which changes no text
     of_body = {name: entry for name, entry in plan.entries.items() if not name.startswith(head)}
     digest = checkpoint.fingerprint(of_body, repr(config.body) + quantised)
@@ -263,6 +279,7 @@ def load_planned(
         num_experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
         quantization=plan.format_names,
+        rounds_rows=plan.rounds_rows,
     )
 
 
