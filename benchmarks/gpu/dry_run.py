@@ -23,6 +23,7 @@ from kernels.cuda import (
     sampling_drafts,
     sampling_weight,
 )
+from kernels.cuda.experts import FEW_PAIRS
 from kernels.few_rows_tiles import Tiles
 from workers.device_sampling import LIMITS
 from workers.kv.tensors import KvTensors
@@ -133,6 +134,11 @@ def _run_steps(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> 
         for pages in (_LEAST_PAGES, max(steps.max_pages, _LEAST_PAGES)):
             inputs = _inputs(lengths, pages, has_trees=has_trees, lora=lora)
             decoder.logits(decoder.forward(inputs, kv))
+    if (experts := decoder.config.experts) is not None:
+        # Which have other tiles for many pairs of a token and an expert.
+        many = FEW_PAIRS * experts.count // experts.per_token + 1
+        inputs = _inputs([many], many // kv.page_size + 1, has_trees=False, lora=lora)
+        decoder.logits(decoder.forward(inputs, kv))
 
 
 def _run_decodes(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> None:

@@ -18,16 +18,35 @@ torch.set_num_threads(1)
 
 # Rows of whole super-blocks. Fused projections are of two formats with q4_k_m.
 WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 512}
-FORMATS = pytest.mark.parametrize("name", ["q8_0", "q4_k_m"])
+# So few that the first half of a text is many rows for each expert, and a decode is few.
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+FAMILIES = {
+    "qwen3": WIDE,
+    "qwen3_moe": WIDE | EXPERTS | {"num_experts": 3},
+    "gpt_oss": WIDE | EXPERTS | {"num_local_experts": 3, "sliding_window": 8},
+}
+MODELS = pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("qwen3", "q8_0"),
+        ("qwen3", "q4_k_m"),
+        *(
+            # In a rehearsal the CPU runs all of them.
+            pytest.param(family, name, marks=pytest.mark.thorough if INTERPRETED else ())
+            for family, name in (("qwen3_moe", "q4_k_m"), ("gpt_oss", "q8_0"))
+        ),
+    ],
+    indirect=["directory"],
+)
 TEXT = sized(60, 24)
 # The CPU rounds what projections multiply to 8 bits, which a GPU does not.
 MAX_RELATIVE_ERROR = 0.05
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is not quantised."""
-    return make_family_model(tmp_path_factory.mktemp("model"), "qwen3", WIDE)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a family that is not quantised."""
+    return make_family_model(tmp_path_factory.mktemp("model"), request.param, FAMILIES[request.param])
 
 
 def load(
@@ -45,7 +64,7 @@ def load(
     )
 
 
-@FORMATS
+@MODELS
 def test_logits_are_near_those_of_the_cpu(name: str, directory: Path, device: torch.device) -> None:
     """In float32. The self-check of the load has compared both with the library's code, more closely."""
     text = random_tokens(1, TEXT)
@@ -57,7 +76,7 @@ def test_logits_are_near_those_of_the_cpu(name: str, directory: Path, device: to
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the CPU: tests/workers/test_quantised_models.py")
-@FORMATS
+@MODELS
 def test_bits_do_not_depend_on_the_batch(name: str, directory: Path, device: torch.device) -> None:
     executor = load(directory, device, name, "bfloat16", batch_invariant=True)
     texts = [random_tokens(seed, length) for seed, length in enumerate((3, TEXT, 17))]

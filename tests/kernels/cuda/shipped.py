@@ -149,16 +149,11 @@ def _mxfp4(tensor: str) -> OnGpu | None:
     return OnGpu(FORMATS["mxfp4"]) if ".experts." in tensor else None
 
 
-def _quantised_models() -> Iterator[tuple[ModelConfig, FormatOf, Steps]]:
-    """Experts with the same bits, too: as those of many rows, which the steps here have not."""
-    qwen3 = _config("qwen3", 4096, 12_288, 32, 8, head_dim=128, tie_word_embeddings=False)  # 8B
-    yield qwen3, _format_of, _STEPS
+def _quantised_models() -> Iterator[tuple[ModelConfig, FormatOf]]:
+    yield _config("qwen3", 4096, 12_288, 32, 8, head_dim=128, tie_word_embeddings=False), _format_of  # 8B
+    yield _qwen3_moe(), _experts
     gpt_oss = {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
-    of_20b = _config("gpt_oss", 2880, 2880, 64, 8, **gpt_oss, attention_bias=True)
-    for batch_invariant in (False, True):
-        steps = Steps(8, 512, batch_invariant)
-        yield _qwen3_moe(), _experts, steps
-        yield of_20b, _mxfp4, steps
+    yield _config("gpt_oss", 2880, 2880, 64, 8, **gpt_oss, attention_bias=True), _mxfp4  # 20b
 
 
 def _qwen3_moe() -> ModelConfig:
@@ -203,8 +198,8 @@ def launches_on(architecture: int) -> frozenset[Launch]:
     found = set[Launch]()
     for config, dtype, steps in _models():
         found |= launches_of(config, dtype, steps, device)
-    for config, format_of, steps in _quantised_models():
-        found |= launches_of(config, _BF16, steps, device, format_of)
+    for config, format_of in _quantised_models():
+        found |= launches_of(config, _BF16, _STEPS, device, format_of)
     with as_on(device), recording() as attended:
         for shape in _attention():
             _attend(*shape)
