@@ -101,8 +101,14 @@ def test_what_is_quantised_stays_so(name: str, tmp_path: Path) -> None:
                 for index in range(len(part.down)):
                     stacked.gate_up_proj[index].copy_(part.gate_up[index].dense())
                     stacked.down_proj[index].copy_(part.down[index].dense())
-    # Projections round what they multiply to 8 bits.
+    # Projections round what they multiply to 8 bits, unless they are told not to.
     assert error(model.plain_logits(torch.tensor(TEXT)), logits(expected)) < tolerance(torch.bfloat16)
+    exact, other = load_served(
+        file, "float32", CPU, None, backend=TRANSFORMERS, self_check=True, rounds_rows=False
+    )
+    assert isinstance(exact, LibraryModel) and not other.rounds_rows
+    assert other.fingerprint != description.fingerprint and other.weight_bytes == description.weight_bytes
+    assert error(exact.plain_logits(torch.tensor(TEXT)), logits(expected)) < tolerance(torch.float32)
 
 
 def test_values_of_quantised_parts_are_those_of_the_file(tmp_path: Path) -> None:

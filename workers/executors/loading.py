@@ -177,7 +177,9 @@ def load_served(  # noqa: PLR0913 - the settings of a load
             if quantization is not None or mtp_head:
                 asked = f"draft_model = {MTP_HEAD}" if mtp_head else "quantization"
                 raise UnsupportedError(f"{asked} needs a model that native code runs")
-            return _load_library(directory, dtype, device, progress, self_check=self_check)
+            return _load_library(
+                directory, dtype, device, progress, self_check=self_check, rounds_rows=rounds_rows
+            )
         plan = plan_load(
             directory, dtype, device, group, quantization, rounds_rows=rounds_rows, mtp_head=mtp_head
         )
@@ -275,12 +277,18 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
 
 
 def _load_library(
-    directory: Path, dtype: str, device: torch.device, progress: Progress | None, *, self_check: bool
+    directory: Path,
+    dtype: str,
+    device: torch.device,
+    progress: Progress | None,
+    *,
+    self_check: bool,
+    rounds_rows: bool,
 ) -> tuple[Model, ModelDescription]:
     from workers.models.library.loading import load_library_model, plan_library_model  # noqa: PLC0415
     from workers.models.library.parity_check import check_loaded, check_scaled_down  # noqa: PLC0415
 
-    plan = plan_library_model(directory, dtype, device)
+    plan = plan_library_model(directory, dtype, device, rounds_rows=rounds_rows)
     if self_check:
         # Before the weights are loaded, which takes longer: a scaled-down model shows most problems.
         check_scaled_down(directory, plan.settings)

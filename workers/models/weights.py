@@ -50,6 +50,8 @@ _BIAS_SUFFIX = ".bias"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _MATRIX = 2
+# In what a fingerprint is made of.
+UNROUNDED = " with unrounded rows"
 # What a head for multi-token prediction shares with the model; some checkpoints have it twice.
 _OF_MODEL_IN_MTP_HEAD = (".embed_tokens.weight", ".shared_head.head.weight")
 
@@ -178,7 +180,8 @@ def plan_load(
     targets = _targets(config, directory, entries, chosen)
     formats = formats_of(quantization, forms, config, device)
     on_cpu = not gpu_format.is_gpu(device)
-    rounds_rows = rounds_rows or not on_cpu  # a GPU never does
+    # On a GPU no rows are rounded, whatever is asked for: there are no two results to tell apart.
+    rounds_rows = rounds_rows or not on_cpu
     if dtype == AUTO and on_cpu and formats is not None and _are_integers(targets, formats):
         # Nothing is larger for it but rows, and bfloat16 would lose more than 8 bits of weights do.
         chosen = torch.float32
@@ -253,7 +256,7 @@ def load_planned(
     # weights is another one.
     quantised = "" if plan.quantization is None else f" as {plan.quantization}"
     if plan.is_quantised and not plan.rounds_rows:
-        quantised += " with unrounded rows"
+        quantised += UNROUNDED
     head = f"model.layers.{config.num_hidden_layers}."  # which changes no text
     of_body = {name: entry for name, entry in plan.entries.items() if not name.startswith(head)}
     digest = checkpoint.fingerprint(of_body, repr(config.body) + quantised)

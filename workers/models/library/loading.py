@@ -37,7 +37,7 @@ from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.model import ModelDescription
 from workers.models.source import source_of
 from workers.models.text_part import of_text_model
-from workers.models.weights import Progress, names_of
+from workers.models.weights import UNROUNDED, Progress, names_of
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class LibraryPlan:
         weight_bytes: The bytes of the weights, and of the buffers that the model computes from its config.
         num_parameters: The number of weights; tied ones count once.
         held: The formats of the tensors that stay quantised.
+        rounds_rows: See `workers.models.weights.LoadPlan`.
     """
 
     directory: Path
@@ -67,10 +68,15 @@ class LibraryPlan:
     weight_bytes: int
     num_parameters: int
     held: Mapping[str, WeightFormat]
+    rounds_rows: bool
 
 
 def plan_library_model(
-    directory: Path | str, dtype: torch.dtype | str = AUTO, device: torch.device | str = "cpu"
+    directory: Path | str,
+    dtype: torch.dtype | str = AUTO,
+    device: torch.device | str = "cpu",
+    *,
+    rounds_rows: bool = True,
 ) -> LibraryPlan:
     """Check config.json and the headers of the safetensors of a directory.
 
@@ -80,6 +86,7 @@ def plan_library_model(
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
             names, else that of the first tensor in the files; on a CPU float32 for float16.
         device: The device of the model. The weights are loaded into the host's memory first.
+        rounds_rows: See `LibraryPlan`.
 
     Raises:
         ModelError: The config cannot be served, or asks for more weights than the files have; the message
@@ -106,7 +113,9 @@ def plan_library_model(
     if device.type == "cuda":
         check_weights_fit(str(directory), weight_bytes, torch.cuda.mem_get_info(device)[0])
     held = {name: form for name in parts.targets if (form := entries[name].form) is not None}
-    return LibraryPlan(directory, settings, entries, chosen, device, weight_bytes, num_parameters, held)
+    return LibraryPlan(
+        directory, settings, entries, chosen, device, weight_bytes, num_parameters, held, rounds_rows
+    )
 
 
 def load_library_model(
@@ -133,6 +142,7 @@ def load_library_model(
     if isinstance(model, GatheredModel):
         _log.info("each sequence of a step runs by itself, which is slow: %s", model.why_not_packed)
     settings, first = plan.settings, next(iter(model.kv_layers), None)
+    products = UNROUNDED if plan.held and not plan.rounds_rows else ""
     text = settings.config.get_text_config(decoder=True)
     return model, ModelDescription(
         architecture=settings.config.model_type,
@@ -148,9 +158,10 @@ def load_library_model(
         weight_bytes=plan.weight_bytes,
         eos_token_ids=settings.eos_token_ids,
         bos_token_id=settings.bos_token_id,
-        fingerprint=checkpoint.fingerprint(plan.entries, settings.digest),
+        fingerprint=checkpoint.fingerprint(plan.entries, settings.digest + products),
         backend="transformers",
         quantization=names_of(plan.held),
+        rounds_rows=plan.rounds_rows,
     )
 
 
@@ -222,7 +233,7 @@ def _load(plan: LibraryPlan, progress: Progress | None) -> PreTrainedModel:
     total_bytes = sum(entry.nbytes for entry in plan.entries.values())
     reads = Reads(total_bytes, progress)
     held = {name: plan.entries[name] for name in plan.held}
-    parts = QuantisedParts(held, plan.dtype, "cpu")
+    parts = QuantisedParts(held, plan.dtype, "cpu", rounds_rows=plan.rounds_rows)
     others = {name: entry for name, entry in plan.entries.items() if name not in held}
     tensors = tensors_to_read(others, reads.done)
     with library_errors("load the weights"), sequential_reads():

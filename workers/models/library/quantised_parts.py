@@ -23,7 +23,7 @@ from kernels.gated_activation import Activation
 from kernels.grouped_weight import AnyGroupedWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
-from kernels.weight_formats import WeightFormat, new_weight
+from kernels.weight_formats import WeightFormat, new_weight, unrounded
 from workers.huge_pages import Pieces
 from workers.models.checkpoint import StoredTensor, check_finite
 from workers.models.library.packed_linear import PackedEmbedding, PackedLinear, hold
@@ -51,9 +51,18 @@ class QuantisedParts:
     """
 
     def __init__(
-        self, entries: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device | str
+        self,
+        entries: Mapping[str, StoredTensor],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        rounds_rows: bool = True,
     ) -> None:
-        """`dtype`: of the rows that are multiplied. `device`: "cpu", or "meta": without memory."""
+        """`dtype`: of the rows that are multiplied. `device`: "cpu", or "meta": without memory.
+
+        `rounds_rows`: see `workers.models.weights.LoadPlan`.
+        """
+        self._rounds_rows = rounds_rows
         self._forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
         self._shapes = {name: entry.shape for name, entry in entries.items()}
         self._dtype, self._device, self._pieces = dtype, torch.device(device), Pieces(device)
@@ -184,7 +193,9 @@ class QuantisedParts:
         return weight
 
     def _new(self, form: WeightFormat, outputs: int, inputs: int) -> AnyGroupedWeight:
-        weight = new_weight(form, outputs, inputs, range(inputs), self._dtype, self._pieces.empty)
+        held = form if self._rounds_rows else unrounded(form)
+        assert held is not None
+        weight = new_weight(held, outputs, inputs, range(inputs), self._dtype, self._pieces.empty)
         assert isinstance(weight, AnyGroupedWeight), "of GGUF files"
         return weight
 
