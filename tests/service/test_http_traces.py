@@ -98,6 +98,12 @@ async def test_other_requests_have_none(collector: Collector, other: dict[str, A
     assert not await spans_of(collector, App(), other)
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_chats_of_other_apis_are_chats(collector: Collector, path: str) -> None:
+    (one,) = await spans_of(collector, App(), {"path": path})
+    assert one.span.name == f"POST {path}" and one.attributes["gen_ai.operation.name"] == "chat"
+
+
 async def test_strangers_make_no_spans(collector: Collector) -> None:
     assert not await spans_of(collector, App(401, "BAD_TOKEN"), {})
 

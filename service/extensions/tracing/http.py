@@ -14,6 +14,8 @@ from service.logging import current_request_id
 _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/inference/v1/generate": "generate_content",
 }
 _CLIENT_ERRORS = range(400, 500)

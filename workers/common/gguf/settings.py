@@ -24,7 +24,8 @@ from workers.common.gguf.architectures import (
     check_keys,
 )
 from workers.common.gguf.header import TensorInfo, Value, shown
-from workers.common.gguf.own_settings import ROPE_FACTORS, ReadFactors, of_architecture
+from workers.common.gguf.hybrid_settings import ReadFactors
+from workers.common.gguf.own_settings import ROPE_FACTORS, of_architecture
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"

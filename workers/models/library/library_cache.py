@@ -208,7 +208,7 @@ class LibraryCache:
             setattr(part, name, None)
 
     def go_on(self, keys: Keys, state: Sequence[torch.Tensor]) -> None:
-        """The next forward goes on from a state, whose tensors are the cache's from now on."""
+        """The next forward goes on from a copy of a state, which it may change."""
         self._cache = self._filled
         self._set_keys(keys)
         within = self._tensors_of_cache()
