@@ -159,6 +159,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shared experts": ("hunyuan_v1_moe", {"hunyuan-moe.expert_shared_count": 2}, "is not supported, got 2"),
     "experts": ("olmoe", {"olmoe.expert_count": 8}, "is of 6 experts, and the metadata say 8"),
     "shape": ("starcoder2", {"starcoder2.feed_forward_length": 100}, "has shape .*, but the config asks for"),
+    "too many layers": (
+        "cohere2",
+        {"cohere2.block_count": (1 << 31) - 1},
+        "block_count: must be from 1 to 4096, got 2147483647",
+    ),
     "layers": ("glm4", {"glm4.block_count": 5}, r"tensor model.layers.4.\S+ is missing|tensor .* is missing"),
 }
 

@@ -128,7 +128,7 @@ def test_ranks_have_the_parts_of_the_whole(name: str, tmp_path: Path) -> None:
 
 def test_value_heads_that_take_turns_are_not_split(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", family(tmp_path / "hf", "qwen3_5"), "f32")
-    said = "tensor_parallel = 2 must be 1 for a GGUF file whose value heads take turns"
+    said = "tensor_parallel = 2 must be 1 for a GGUF file with more value heads than key heads"
     with pytest.raises(UnsupportedError, match=said):
         split_model(file, 2)
 

@@ -200,7 +200,7 @@ def check_split(config: ModelConfig, ranks: int) -> None:
 def _why_not(config: ModelConfig, ranks: int) -> str:
     """Why a model cannot be split over this many ranks; "": it can."""
     if ranks > 1 and _is_tiled(config):
-        return "must be 1 for a GGUF file whose value heads take turns, though not for the safetensors"
+        return "must be 1 for a GGUF file with more value heads than key heads, not for its safetensors"
     divided, divided_or_copied = _recurrent_sizes(config)
     if config.attends:
         divided["num_attention_heads"] = config.num_attention_heads

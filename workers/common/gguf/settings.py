@@ -49,6 +49,8 @@ _ENDS = (
 _ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _CONTROL = 3
+# There are lists of what each layer is, before any tensor is looked for.
+_MOST_LAYERS = 1 << 12
 
 
 def read_settings(
@@ -122,12 +124,14 @@ def _where_there(value: Value, architecture: Architecture) -> Value:
     return [each for each in value if each]  # type: ignore[return-value] # a list of one type
 
 
-def _layers(name: str, own: Mapping[str, Value]) -> Value:
+def _layers(name: str, own: Mapping[str, Value]) -> int:
     """The number of layers that a forward needs. Raises GgufError."""
     count, more = _same(own["block_count"], f"{name}.block_count"), own.get(MORE_LAYERS, 0)
+    if type(count) is not int or not 0 < count <= _MOST_LAYERS:
+        raise GgufError(f"{name}.block_count: must be from 1 to {_MOST_LAYERS}, got {shown(count)}")
     if not more:
         return count
-    if type(count) is not int or type(more) is not int or not 0 < more < count:
+    if type(more) is not int or not 0 < more < count:
         raise GgufError(f"{name}.{MORE_LAYERS}: must be fewer than {shown(count)} layers, got {shown(more)}")
     return count - more
 
