@@ -150,6 +150,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shared experts": ("hunyuan_v1_moe", {"hunyuan-moe.expert_shared_count": 2}, "is not supported, got 2"),
     "experts": ("olmoe", {"olmoe.expert_count": 8}, "is of 6 experts, and the metadata say 8"),
     "shape": ("starcoder2", {"starcoder2.feed_forward_length": 100}, "has shape .*, but the config asks for"),
+    "many layers": (
+        "cohere2",
+        {"cohere2.block_count": 1 << 24, "cohere2.attention.sliding_window_pattern": 4},
+        "cohere2.block_count: must be a positive integer, and at most the number of tensors",
+    ),
     "layers": ("glm4", {"glm4.block_count": 5}, r"tensor model.layers.4.\S+ is missing|tensor .* is missing"),
 }
 

@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown key": ({"qwen3.attention.scale": 0.1}, "qwen3.attention.scale: is not supported, got 0.1"),
     "missing": ({"qwen3.block_count": None}, "qwen3.block_count: is missing"),
-    "no number": ({"qwen3.block_count": "two"}, "num_hidden_layers: must be a positive integer, got 'two'"),
+    "no number": ({"qwen3.block_count": "two"}, "block_count: must be a positive integer, .* got 'two'"),
     "other layers": (
         {"qwen3.attention.head_count_kv": [2, 1]},
         r"qwen3.attention.head_count_kv: must be the same in all layers, got \[2, 1\]",

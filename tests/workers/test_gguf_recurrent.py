@@ -5,6 +5,7 @@ That each family computes what transformers does is in `test_gguf_models`.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -318,6 +319,11 @@ LIES: dict[str, tuple[str, dict[str, Any], str]] = {
         r"is of 6 experts, and the metadata say 8",
     ),
     "no scale": ("granite", {"granite.logit_scale": "x"}, "logits_scaling: must be a"),
+    "no number of layers": (
+        "nemotron_h",
+        {"nemotron_h.block_count": math.inf},
+        "nemotron_h.block_count: must be a positive integer",
+    ),
     "no shared expert": (
         "qwen2_moe",
         {"qwen2moe.expert_shared_feed_forward_length": None},

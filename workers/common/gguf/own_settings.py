@@ -108,10 +108,11 @@ def _gemma(file: _File) -> dict[str, object]:
             found[key] = file.own[key]
     # The file does not say it. llama.cpp knows the largest models, of 27 billion weights, by their layers.
     largest = {"gemma2": 46, "gemma3": 62}[file.name]
-    heads, layers = file.settings["num_attention_heads"], file.settings["num_hidden_layers"]
+    heads, hidden = file.settings["num_attention_heads"], file.settings["hidden_size"]
     found["query_pre_attn_scalar"] = file.settings["head_dim"]
-    if layers == largest and isinstance(heads, int) and heads > 0:
-        found["query_pre_attn_scalar"] = file.settings["hidden_size"] // heads
+    is_largest = file.settings["num_hidden_layers"] == largest
+    if is_largest and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        found["query_pre_attn_scalar"] = hidden // heads
     if file.name == "gemma3":
         found["layer_types"] = _sliding(file, _GEMMA_PERIOD)
         found["rope_local_base_freq"] = file.own.get("rope.freq_base_swa", 10_000.0)

@@ -81,7 +81,7 @@ def read_settings(
     if width not in own:
         raise GgufError(f"{name}.{width}: is missing")
     settings["intermediate_size"] = _same(_where_there(own[width], architecture), f"{name}.{width}")
-    settings["num_hidden_layers"] = _layers(name, own)
+    settings["num_hidden_layers"] = _layers(name, own, len(tensors))
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     kv_heads = _where_there(own.get(KV_HEADS, own["attention.head_count"]), architecture)
     settings["num_key_value_heads"] = _same(kv_heads, f"{name}.{KV_HEADS}")
@@ -122,12 +122,16 @@ def _where_there(value: Value, architecture: Architecture) -> Value:
     return [each for each in value if each]  # type: ignore[return-value] # a list of one type
 
 
-def _layers(name: str, own: Mapping[str, Value]) -> Value:
-    """The number of layers that a forward needs. Raises GgufError."""
+def _layers(name: str, own: Mapping[str, Value], most: int) -> int:
+    """The number of layers that a forward needs. Raises GgufError, also for more than `most`."""
     count, more = _same(own["block_count"], f"{name}.block_count"), own.get(MORE_LAYERS, 0)
+    # Lists of that length are made before the tensors are looked for.
+    if type(count) is not int or not 0 < count <= most:
+        limit = f"a positive integer, and at most the number of tensors ({most})"
+        raise GgufError(f"{name}.block_count: must be {limit}, got {shown(count)}")
     if not more:
         return count
-    if type(count) is not int or type(more) is not int or not 0 < more < count:
+    if type(more) is not int or not 0 < more < count:
         raise GgufError(f"{name}.{MORE_LAYERS}: must be fewer than {shown(count)} layers, got {shown(more)}")
     return count - more
 
