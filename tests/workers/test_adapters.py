@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForConditionalGeneration, PreTrainedModel
 
 from tests.families import MODELS, seeing_config, settings_of
-from tests.model_factory import hf_model, make_adapter, make_family_model, peft_model
+from tests.model_factory import hf_model, load_decoder, make_adapter, make_family_model, peft_model
 from workers.adapters import tensors
 from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
@@ -211,6 +211,19 @@ def test_the_adapter_of_a_model_that_also_sees(tmp_path: Path) -> None:
     save_file(stored | older, tmp_path / WEIGHTS)
     with pytest.raises(AdapterError, match="is there twice, under different names"):
         read_adapter(tmp_path, modules, **limits)
+
+
+def test_the_adapter_of_a_model_with_other_names(tmp_path: Path) -> None:
+    """Native code has the layers of Mamba under the names of other families."""
+    model = make_family_model(tmp_path / "model", *settings_of("mamba"))
+    make_adapter(tmp_path, model, r=3, target_modules=["in_proj", "x_proj"])
+    stored = load_file(tmp_path / WEIGHTS)
+    modules = load_decoder(model).lora_modules()
+    adapter = read_adapter(tmp_path, modules, max_rank=256, max_bytes=1 << 30)
+    assert adapter.weights.keys() == {name for name in modules if name.endswith(("in_proj", "x_proj"))}
+    for name, pair in adapter.weights.items():
+        in_file = name.replace("model.", "base_model.model.backbone.", 1)
+        assert torch.equal(pair.a, stored[f"{in_file}.lora_A.weight"])
 
 
 def test_the_name_of_an_adapter_in_memory_may_be_in_the_file(tmp_path: Path, llama: Path) -> None:

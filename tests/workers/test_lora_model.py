@@ -82,9 +82,11 @@ def merged(directory: Path, weights: LoraWeights, target: Path) -> Path:
     """The model with W + B A for each weight W."""
     shutil.copytree(directory, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = model_weights(directory)
-    names = FAMILIES[json.loads((directory / "config.json").read_text())["model_type"]].experts
+    family = FAMILIES[json.loads((directory / "config.json").read_text())["model_type"]]
+    names = family.experts
     # Experts are views of what has all of a layer.
     matrices = separated_values(tensors, names) if names is not None and names.stacked else tensors
+    matrices = {family.renamed_tensor(name): tensor for name, tensor in matrices.items()}
     for name, pair in weights.items():
         weight = matrices[f"{name}.weight"]
         weight.copy_(weight.double() + pair.b.double() @ pair.a.double())

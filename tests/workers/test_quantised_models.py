@@ -45,8 +45,11 @@ def run_check(directory: Path, format_name: str, dtype: torch.dtype = torch.floa
 
 
 # Tied and not, with biases, with two norms around a sublayer, with projections that are fused in files, and
-# with experts beside a shared one, which has a gate or none.
-PROVEN = ("qwen3", "llama with biases", "gemma2", "phi3", "olmo2", "qwen2_moe", "granitemoeshared")
+# with experts beside a shared one, which has a gate or none; and without attention, with convolutions.
+PROVEN = (
+    *("qwen3", "llama with biases", "gemma2", "phi3", "olmo2", "qwen2_moe", "granitemoeshared"),
+    "falcon_mamba",
+)
 
 
 @pytest.mark.parametrize("name", PROVEN)

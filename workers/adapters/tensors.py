@@ -26,6 +26,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 # A tensor needs some 200 bytes: enough for 20,000 tensors, or two of each module of the model.
 _MAX_HEADER_BYTES, _HEADER_BYTES_OF_MODULE = 4 << 20, 512
 _PREFIX = "base_model.model."
+# Prefixes in files, and in the model: of text parts, and of Mamba. The first match counts.
+_RENAMED = (*RENAMED, ("backbone.", "model."))
 # Also with the name of the adapter in memory, which PEFT reads and other writers leave in.
 _SUFFIXES = {f".lora_{part}{name}.weight": part for part in "AB" for name in ("", ".default")}
 # A vector of DoRA, as PEFT saves it, has no suffix.
@@ -134,7 +136,7 @@ def find_pairs(
 
 def name_in_file(module: str, like: str) -> str:
     """The name that a module of the model has in a file where another one is called `like`."""
-    before, after = next((pair for pair in RENAMED if like.startswith(pair[0])), ("", ""))
+    before, after = next((pair for pair in _RENAMED if like.startswith(pair[0])), ("", ""))
     return before + module.removeprefix(after)
 
 
@@ -176,7 +178,7 @@ def _repeats(tensor: str, entry: TensorEntry, base: Mapping[str, BaseMatrix]) ->
     name = tensor.removeprefix(_PREFIX).removesuffix(".weight")
     for whole in _OF_WHOLE_MODULES:
         name = name.removesuffix(whole)
-    before, after = next((pair for pair in RENAMED if name.startswith(pair[0])), ("", ""))
+    before, after = next((pair for pair in _RENAMED if name.startswith(pair[0])), ("", ""))
     matrix = base.get(f"{after}{name.removeprefix(before)}.weight")
     if matrix is None or entry.dtype not in DTYPES or entry.shape != matrix.shape:
         return False
@@ -205,7 +207,7 @@ def _place(
 
     Raises AdapterError.
     """
-    for before, after in (("", ""), *RENAMED):
+    for before, after in (("", ""), *_RENAMED):
         renamed = after + name.removeprefix(before)
         if not name.startswith(before):
             continue

@@ -235,7 +235,9 @@ def _fill(
                 orders[name] = getattr(rows, "order", None)
             target.fill_quantised(rows)
             continue
-        form = None if formats is None or len(target.shape) == 1 else formats(name)
+        # Not of convolutions, nor what recurrent layers have beside projections.
+        is_matrix = len(target.shape) == 2 and name.endswith(".weight")
+        form = formats(name) if formats is not None and is_matrix else None
         if isinstance(form, OnGpu):
             form = form.within
         if isinstance(form, GroupFormat):
