@@ -24,7 +24,7 @@ GROUP = 32
 # What products and experts need of the library.
 SOURCES = (
     *("experts.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp", "grouped_product.cpp"),
-    *("float8_product.cpp", "gated_activation.cpp", "lora.cpp", "threads.cpp"),
+    *("dequantised_product.cpp", "float8_product.cpp", "gated_activation.cpp", "lora.cpp", "threads.cpp"),
 )
 
 
@@ -35,8 +35,8 @@ def _amx(request: pytest.FixtureRequest) -> Iterator[None]:
         with use("amx"):
             yield
         return
-    # A whole library takes three times as long to compile, and one that is optimised almost twice.
-    level = "-O3" if request.config.getoption("--thorough") else "-O1"
+    # A whole library takes three times as long to compile, and an optimised one three times as long again.
+    level = "-O3" if request.config.getoption("--thorough") else "-O0"
     flags = tuple(level if flag.startswith("-O") else flag for flag in library._FLAGS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_FLAGS", flags)

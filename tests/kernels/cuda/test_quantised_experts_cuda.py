@@ -14,6 +14,7 @@ from kernels.gated_activation import Activation
 from kernels.gpu_experts import GpuExperts
 from kernels.gpu_weight import GpuWeight
 from kernels.group_formats import FORMATS, GroupFormat, integer_groups
+from tests.kernels.conftest import INTERPRETED
 from tests.kernels.cuda.test_gpu_weight import bytes_on, named
 from tests.kernels.grouped_weights import numbers, random_weight
 from tests.kernels.references import experts64
@@ -24,6 +25,8 @@ COUNT, WIDTH, INNER, K, IDLE = 4, 64, 32, 2, 2
 MANY, FEW = 33, slice(5)
 # Of values in a table, of zero points, and of parts of a group with scales of their own.
 FORMS = [FORMATS["mxfp4"], integer_groups(4, 128, torch.float16, zeros=True), FORMATS["q4_k"]]
+# On a GPU each run has what is left out here.
+SELDOM: pytest.MarkDecorator | tuple[()] = pytest.mark.thorough if INTERPRETED else ()
 
 
 def stack_of(
@@ -78,8 +81,16 @@ class Case:
         assert_within(actual, *exact)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", FORMS, ids=named)
+# Interpreted each format has one of them; few rows in bfloat16 are in the test of bits, too.
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, marks=() if dtype is often else SELDOM)
+        for form, often in zip(FORMS, (torch.bfloat16, torch.float32, torch.float32), strict=True)
+        for dtype in (torch.bfloat16, torch.float32)
+    ],
+    ids=named,
+)
 def test_few_rows_are_multiplied_by_what_is_dequantised_in_registers(
     form: GroupFormat, dtype: torch.dtype, device: str
 ) -> None:
@@ -87,7 +98,8 @@ def test_few_rows_are_multiplied_by_what_is_dequantised_in_registers(
     case.assert_accurate(case.run())
 
 
-@pytest.mark.parametrize("second", [FORMS[0], FORMATS["q8_0"]], ids=named)
+# Of one format, as gpt_oss has it: interpreted in test_gpt_oss_cuda.py.
+@pytest.mark.parametrize("second", [pytest.param(FORMS[0], marks=SELDOM), FORMATS["q8_0"]], ids=named)
 def test_biases_and_gate_and_up_in_several_formats(
     second: GroupFormat, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

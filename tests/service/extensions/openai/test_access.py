@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from service.auth.tokens import Role, new_token
 from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, serving
 
@@ -27,13 +29,17 @@ BEFORE = (
 )  # fmt: skip
 
 
-def spellings(path: str) -> Iterator[str]:
-    """Targets of requests that some server could take for a path: of one path all, of others some."""
+def spellings(path: str, *, is_thorough: bool) -> Iterator[str]:
+    """Targets of requests that some server could take for a path: of one path all, of others some.
+
+    All of what may stand around one that is itself escaped: with `is_thorough`.
+    """
     yield from (path, f"{path}%0A", f"http://localhost{path}?a=1")
     if path != "/pause":
         return
-    encoded = f"/%{ord(path[1]):02X}{path[2:]}"
-    for each in (path, encoded, "/" + "".join(f"%{byte:02x}" for byte in path[1:].encode())):
+    escaped = f"/%{ord(path[1]):02X}{path[2:]}", "/" + "".join(f"%{byte:02x}" for byte in path[1:].encode())
+    yield from (*escaped, f"{escaped[0]}%0A", f"/v1/..{escaped[0]}", f"http://localhost{escaped[0]}?a=1")
+    for each in (path, *escaped) if is_thorough else (path,):
         yield from (each + behind for behind in BEHIND)
         yield from (before + each for before in BEFORE)
         yield from (before + each + behind for before in BEFORE[-3:] for behind in ("%0A", "?a=1"))
@@ -63,7 +69,10 @@ async def statuses(port: int, target: str, tokens: list[str]) -> list[tuple[str,
     return [(method, found[at * count :][:count]) for at, method in enumerate(METHODS)]
 
 
-async def test_however_a_path_is_spelled_only_operators_reach_their_calls(tmp_path: Path) -> None:
+async def test_however_a_path_is_spelled_only_operators_reach_their_calls(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    is_thorough = request.config.getoption("--thorough")
     roles = Role.ADMINISTER, Role.CALL, Role.OBSERVE
     made = [new_token(role.value, [role]) for role in roles]
     (tmp_path / "tokens").write_text("\n".join(["[tokens]", *(line for _, line in made)]))
@@ -74,7 +83,7 @@ async def test_however_a_path_is_spelled_only_operators_reach_their_calls(tmp_pa
     ) as served:
         for path in OPERATORS:
             reached = set()
-            for target in spellings(path):
+            for target in spellings(path, is_thorough=is_thorough):
                 for method, (operator, *others, nobody) in await statuses(served.port, target, tokens):
                     # Of a page, a probe, or a list for others operators are told 200 or 403.
                     is_public = nobody == 200
