@@ -235,7 +235,7 @@ def _fill(
                 orders[name] = getattr(rows, "order", None)
             target.fill_quantised(rows)
             continue
-        form = None if formats is None or len(target.shape) == 1 else formats(name)
+        form = None if formats is None or target.is_plain else formats(name)
         if isinstance(form, OnGpu):
             form = form.within
         if isinstance(form, GroupFormat):
