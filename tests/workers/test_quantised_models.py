@@ -44,10 +44,10 @@ def run_check(directory: Path, format_name: str, dtype: torch.dtype = torch.floa
     return check_native(directory, config, dtype, CPU, quantization=format_name)
 
 
-# Tied and not, with biases, with two norms around a sublayer, with projections that are fused in files, with
-# experts beside a shared one, which has a gate or none, and with parameters of recurrent layers, which stay as
-# they are.
+# Tied and not, with biases, with two norms around a sublayer, with projections that are fused in files, and
+# with experts beside a shared one, which has a gate or none.
 DENSE = ("qwen3", "llama with biases", "gemma2", "phi3", "olmo2", "qwen2_moe", "granitemoeshared")
+# With recurrent layers, whose other parameters are not quantised.
 PROVEN = (*DENSE, "lfm2", "granite hybrid", "jamba", "qwen3_next")
 
 
