@@ -298,6 +298,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
         },
     ),
+    "mamba": ("mamba", {"state_size": 12, "use_conv_bias": False}),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 12, "time_step_rank": 5, "use_bias": True}),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "use_bias": True},
+    ),
     "arcee": ("arcee", {"mlp_bias": True}),
     "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 6}),
     "granitemoeshared": (

@@ -169,8 +169,20 @@ def hf_logits(directory: Path, tokens: list[int], dtype: torch.dtype = torch.flo
 def hf_states(directory: Path, tokens: list[int]) -> list[torch.Tensor]:
     """What transformers calls hidden_states, [len(tokens), hidden_size] each, and last the logits."""
     with torch.inference_mode():
-        result = hf_model(directory)(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
-    return [layer[0] for layer in (*result.hidden_states, result.logits)]
+        states = _states(hf_model(directory), torch.tensor([tokens]))
+    return [layer[0] for layer in states]
+
+
+def _states(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Hidden states and logits of [B, T], numbered as in all families but Mamba's.
+
+    These leave out the embeddings, and have the last layer with and without the norm.
+    """
+    result = model(tokens, use_cache=False, output_hidden_states=True)
+    states = [*result.hidden_states]
+    if isinstance(model, PreTrainedModel) and "mamba" in model.config.model_type.split("_")[-1]:
+        states = [model.get_input_embeddings()(tokens), *states[:-2], states[-1]]
+    return [*states, result.logits]
 
 
 def float32_losses(
@@ -194,9 +206,9 @@ def float32_losses(
     padded = [text + [0] * (max(map(len, texts)) - len(text)) for text in texts]
 
     def run() -> list[torch.Tensor]:
-        asked = {"output_hidden_states": True} if with_states else {}
-        result = model(torch.tensor(padded), use_cache=False, **asked)
-        return [*(result.hidden_states if with_states else ()), result.logits]
+        if with_states:
+            return _states(model, torch.tensor(padded))
+        return [model(torch.tensor(padded), use_cache=False).logits]
 
     with torch.no_grad():
         parameters = {parameter: parameter.double() for parameter in model.parameters()}

@@ -99,22 +99,24 @@ class LayerPages:
         layers: Sequence[tuple[Pages, Pages]],
         states: Sequence[torch.Tensor] = (),
         *,
+        num_pages: int,
+        page_size: int,
         are_used: bool = True,
     ) -> None:
-        """Take keys and values of each layer, all with as many pages, and packed if there is attention.
+        """Take keys and values of each layer with attention, packed if they are used.
 
         `states`: of each recurrent layer, [slots, ...].
         """
-        self.num_pages, self.page_size = layers[0][0].shape[:2]
+        self.num_pages, self.page_size = num_pages, page_size
         are_packed = all(isinstance(pages, PackedKeys | PackedValues) for layer in layers for pages in layer)
         if are_used and not are_packed:
             raise ValueError("kv: the kernels need packed pages in all layers")
-        first = layers[0][0]
-        self.dtype = first.dtype
-        self.are_quantised = not isinstance(first, torch.Tensor) and first.is_quantised
+        first = layers[0][0] if layers else None
+        self.dtype = None if first is None else first.dtype
+        self.are_quantised = isinstance(first, PackedKeys) and first.is_quantised
         self.keys, self.values = (
-            (ctypes.c_void_p * len(layers))(*(pages.data.data_ptr() for pages in tensors))
-            for tensors in zip(*layers, strict=True)
+            (ctypes.c_void_p * len(layers))(*(layer[index].data.data_ptr() for layer in layers))
+            for index in (0, 1)
         )
         self.states = (ctypes.c_void_p * len(states))(*(tensor.data_ptr() for tensor in states))
 

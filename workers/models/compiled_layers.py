@@ -97,7 +97,13 @@ class CompiledSublayers:
             self._kv = weakref.ref(context.kv)
             layers = [context.kv.layer(index) for index in range(len(context.kv.layers))]
             states = () if context.kv.states is None else context.kv.states.tensors
-            self._pages = sublayers.LayerPages(layers, states, are_used=self._uses_pages)
+            self._pages = sublayers.LayerPages(
+                layers,
+                states,
+                num_pages=context.kv.num_pages,
+                page_size=context.kv.page_size,
+                are_used=self._uses_pages,
+            )
         has_x = x is not None
         if x is None:
             x = torch.empty_like(residual)

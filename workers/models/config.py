@@ -146,8 +146,8 @@ class ModelConfig:
             raise ModelError(
                 f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layers)}"
             )
-        if not any(layer.attention for layer in self.layers):
-            raise UnsupportedError("layer_types: at least one must be full_attention")
+        if not any(layer.attention or layer.recurrent for layer in self.layers):
+            raise UnsupportedError("layer_types: at least one must be attention, or what is in its place")
         for rope in self.ropes:
             try:
                 frequencies, factor = rope_frequencies(rope, self.rotary_dim)
@@ -167,9 +167,9 @@ class ModelConfig:
 
         Raises UnsupportedError if there is no native code for one.
         """
-        if not self.family.mtp_names:
+        attending = next((layer for layer in reversed(self.layers) if layer.attention), None)
+        if attending is None or not self.family.mtp_names:
             raise UnsupportedError(f"a {self.model_type} model has no head for multi-token prediction")
-        attending = next(layer for layer in reversed(self.layers) if layer.attention)
         own = dataclasses.replace(attending, sparse=self.layers[-1].sparse)
         return dataclasses.replace(self, layers=(*self.layers, own), has_mtp_head=True)
 
@@ -187,6 +187,11 @@ class ModelConfig:
     def last_mixer(self) -> int:
         """The last layer in which rows read others. After it only the wanted rows are computed."""
         return max(index for index, layer in enumerate(self.layers) if layer.attention or layer.recurrent)
+
+    @property
+    def attends(self) -> bool:
+        """Whether a layer has attention. If not, what the config says of heads has no meaning."""
+        return any(layer.attention for layer in self.layers)
 
     @property
     def is_recurrent(self) -> bool:

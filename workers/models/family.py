@@ -9,7 +9,9 @@ from typing import Literal
 # The types of layers in configs. Recurrent ones are LINEAR, but short convolutions.
 FULL, SLIDING, MLP, EXPERTS = "full_attention", "sliding_attention", "mlp", "moe"
 LINEAR, CONV = "linear_attention", "conv"
-RecurrentKind = Literal["short_conv", "mamba1", "mamba2", "gated_delta", "kimi_delta"]
+RecurrentKind = Literal[
+    "short_conv", "mamba1", "falcon_mamba", "jamba", "mamba2", "gated_delta", "kimi_delta"
+]
 
 LayerTypes = Callable[[Mapping[str, object], int], list[str]]
 """The type of each layer, from the settings and the number of layers, if `layer_types` is absent."""

@@ -176,6 +176,8 @@ def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensor
 
 def kv_dtype_of_quantised(model: Model) -> str:
     """How pages are stored if nothing is said: float32 between products is no reason for KV in float32."""
+    if not model.kv_layers:
+        return AUTO_KV
     keys, _ = new_pages(model, 1).layer(0)
     is_free = model.dtype is torch.float32 and isinstance(keys, PackedKeys)
     return BFLOAT16_KV if is_free else AUTO_KV

@@ -204,10 +204,10 @@ class Scan(RecurrentMixer):
 
 
 class Mamba1(Scan):
-    """Mamba 1 with norms of steps, B and C.
+    """Mamba 1.
 
     Its parameters: conv1d.weight [I, 1, L], conv1d.bias [I] if there is one, dt_proj.bias and D [I], A_log
-    [I, N], and the weights of norms. Rows of 2 * I become I.
+    [I, N], and the weights of norms of steps, B and C if there are some. Rows of 2 * I become I.
     """
 
     _config: Mamba1Config
@@ -230,6 +230,19 @@ class Mamba1(Scan):
             direct=self.parameters["D"].float(),
         )
 
+    @cached_property
+    def _norms(self) -> list[torch.Tensor]:
+        """The weights of norms of steps [R], of B and of C [N]; empty: there are none."""
+        if self._config.norms == "weighted":
+            return [self.parameters[f"{name}_layernorm.weight"] for name in ("dt", "b", "c")]
+        sizes = self._sizes if self._config.norms == "weightless" else []
+        return [self._taps.new_ones(size) for size in sizes]
+
+    @property
+    def _sizes(self) -> list[int]:
+        """The widths of steps, before they are projected, of B and of C."""
+        return [self._config.rank, *[self._config.state_width] * 2]
+
     def mix(
         self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
@@ -237,15 +250,15 @@ class Mamba1(Scan):
         slots, invariant = context.lora_slots, context.batch_invariant
         raw, gates = projected.chunk(2, dim=1)  # [T, I] each
         x = silu_conv(raw, self._taps, self.parameters.get("conv1d.bias"), states[0], context.states)
-        sizes = [self._config.rank, *[self._config.state_width] * 2]
         mixed = self.within["x_proj"](x, slots, batch_invariant=invariant)
         if self._group is not None:
             mixed = self._group.sum(mixed)
-        parts = torch.split(mixed, sizes, dim=1)
-        steps, *others = (
-            rms_norm(part.contiguous(), self.parameters[f"{name}_layernorm.weight"], self._eps)
-            for name, part in zip(("dt", "b", "c"), parts, strict=True)
-        )
+        steps, *others = (part.contiguous() for part in torch.split(mixed, self._sizes, dim=1))
+        if self._norms:
+            steps, *others = (
+                rms_norm(part, weight, self._config.norm_eps)
+                for part, weight in zip((steps, *others), self._norms, strict=True)
+            )
         steps = self.within["dt_proj"](steps, slots, batch_invariant=invariant)  # [T, I]
         rows = torch.cat((x, steps, gates, *others), dim=1)
         return mamba1(rows, self.weights, states[1], context.states)

@@ -127,9 +127,10 @@ def _mamba1(place: str, sizes: Mamba1Config, config: ModelConfig, shard: Shard) 
         parameters["conv1d.bias"] = Parameter((inner,), (own,))
     parameters |= dict.fromkeys(("dt_proj.bias", "D"), Parameter((inner,), (own,)))
     parameters["A_log"] = Parameter((inner, state), (own,))
-    widths = {"dt": sizes.rank, "b": state, "c": state}
-    parameters |= {f"{name}_layernorm.weight": Parameter.whole(size) for name, size in widths.items()}
-    count = sum(widths.values())
+    if sizes.norms == "weighted":
+        widths = {"dt": sizes.rank, "b": state, "c": state}
+        parameters |= {f"{name}_layernorm.weight": Parameter.whole(size) for name, size in widths.items()}
+    count = sizes.rank + 2 * state
     return MixerParts(
         place,
         {"in_proj": Slice((2 * inner, width), row_parts([inner] * 2, [own] * 2), range(width))},

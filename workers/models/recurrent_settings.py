@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.family import RecurrentKind
-from workers.models.values import boolean, integer, optional_number
+from workers.models.values import boolean, integer, number, optional_number
+
+InnerNorms = Literal["none", "weightless", "weighted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class ShortConvConfig:
 
 @dataclass(frozen=True, slots=True)
 class Mamba1Config:
-    """Layers of Mamba 1 with norms of steps, B and C, as Jamba has them; see `kernels.mamba1`.
+    """Layers of Mamba 1; see `kernels.mamba1`.
 
     Attributes:
         inner: The number of channels.
@@ -35,6 +39,8 @@ class Mamba1Config:
         taps: How many tokens the convolution sees, the one itself included.
         conv_bias: The convolution has a bias.
         bias: The projections of the hidden width and back to it have a bias.
+        norms: Steps, B and C are normalised, with weights or without them.
+        norm_eps: Of these norms.
     """
 
     inner: int
@@ -43,6 +49,8 @@ class Mamba1Config:
     taps: int
     conv_bias: bool
     bias: bool
+    norms: InnerNorms
+    norm_eps: float
 
     @property
     def head_width(self) -> int:
@@ -142,7 +150,9 @@ def read_recurrent(settings: Mapping[str, object], kind: RecurrentKind) -> Recur
     """The settings of recurrent layers. Raises ModelError, or UnsupportedError."""
     readers: dict[RecurrentKind, Callable[[Mapping[str, object]], RecurrentConfig]] = {
         "short_conv": _short_conv,
-        "mamba1": _mamba1,
+        "mamba1": partial(_mamba1, norms="none"),
+        "falcon_mamba": partial(_mamba1, norms="weightless"),
+        "jamba": partial(_mamba1, norms="weighted"),
         "mamba2": _mamba2,
         "gated_delta": _gated_delta,
         "kimi_delta": _kimi_delta,
@@ -155,17 +165,22 @@ def _short_conv(settings: Mapping[str, object]) -> RecurrentConfig:
     return ShortConvConfig(_taps(settings, "conv_L_cache"), boolean(settings, "conv_bias", default=False))
 
 
-def _mamba1(settings: Mapping[str, object]) -> RecurrentConfig:
-    """Those of Jamba."""
+def _mamba1(settings: Mapping[str, object], norms: InnerNorms) -> RecurrentConfig:
+    """Those of Mamba, of Falcon Mamba with norms, and of Jamba with weights of these."""
     _check_silu(settings)
     width, rank = integer(settings, "hidden_size"), settings.get("mamba_dt_rank")
+    is_jamba = norms == "weighted"  # whose other layers have an intermediate size
     return Mamba1Config(
-        inner=integer(settings, "mamba_expand") * width,
+        inner=integer(settings, "mamba_expand") * width
+        if is_jamba
+        else integer(settings, "intermediate_size"),
         state_width=integer(settings, "mamba_d_state"),
         rank=-(-width // 16) if rank == "auto" else integer(settings, "mamba_dt_rank"),
         taps=_taps(settings, "mamba_d_conv"),
         conv_bias=boolean(settings, "mamba_conv_bias", default=False),
         bias=boolean(settings, "mamba_proj_bias", default=False),
+        norms=norms,
+        norm_eps=number(settings, "mixer_rms_eps", number(settings, "rms_norm_eps", 1e-6)),
     )
 
 

@@ -220,6 +220,42 @@ def jamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
+# Names of settings in the configs of Mamba, and those that hybrids have.
+_MAMBA_NAMES = (
+    ("layer_norm_epsilon", "rms_norm_eps"),
+    ("expand", "mamba_expand"),
+    ("state_size", "mamba_d_state"),
+    ("conv_kernel", "mamba_d_conv"),
+    ("use_conv_bias", "mamba_conv_bias"),
+    ("use_bias", "mamba_proj_bias"),
+    ("time_step_rank", "mamba_dt_rank"),
+    ("num_heads", "mamba_n_heads"),
+    ("head_dim", "mamba_d_head"),
+    ("n_groups", "mamba_n_groups"),
+)
+
+
+def mamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `MambaConfig` and `FalconMambaConfig` of the library read them."""
+    inner = integer(settings, "expand") * integer(settings, "hidden_size")
+    spelled = {ours: settings[theirs] for theirs, ours in _MAMBA_NAMES if theirs in settings}
+    return {
+        **settings,
+        **spelled,
+        "layer_types": [LINEAR] * integer(settings, "num_hidden_layers"),
+        "intermediate_size": integer(settings, "intermediate_size", inner),
+        # Of attention, which no layer has.
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+
+
+def mamba2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `Mamba2Config` of the library reads them, which takes no other inner width."""
+    return mamba_settings({**settings, "intermediate_size": None})
+
+
 def falcon_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     """As `FalconH1ForCausalLM` of the library reads them."""
     return {**settings, "logits_scaling": 1.0 / number(settings, "lm_head_multiplier", 1.0)}

@@ -202,13 +202,14 @@ def _why_not(config: ModelConfig, ranks: int) -> str:
     if ranks > 1 and _is_tiled(config):
         return "must be 1 for a GGUF file whose value heads take turns, though not for the safetensors"
     divided, divided_or_copied = _recurrent_sizes(config)
-    divided["num_attention_heads"] = config.num_attention_heads
-    if not all(layer.sparse for layer in config.layers):
+    if config.attends:
+        divided["num_attention_heads"] = config.num_attention_heads
+    if any(layer.feed_forward and not layer.sparse for layer in config.layers):
         divided["intermediate_size"] = config.intermediate_size
     if config.experts is not None:
         divided["intermediate size of an expert"] = config.experts.intermediate_size
         divided["shared_expert_intermediate_size"] = config.experts.shared_size
-    if config.latent is None:
+    if config.attends and config.latent is None:
         divided_or_copied["num_key_value_heads"] = config.num_key_value_heads
     for name, size in divided.items():
         if size % ranks:

@@ -19,6 +19,8 @@ from workers.models.respelled import (
     jamba_settings,
     lfm2_moe_settings,
     lfm2_settings,
+    mamba2_settings,
+    mamba_settings,
     nemotron_settings,
     without_dense_layers,
 )
@@ -76,6 +78,36 @@ _QWEN_3_5 = Family(
         ("mtp.norm.", "model.layers.{}.shared_head.norm."),
     ),
     gated_attention=True,
+)
+_BACKBONE = (
+    ("backbone.embeddings.", "model.embed_tokens."),
+    ("model.embeddings.", "model.embed_tokens."),
+    ("backbone.", "model."),
+)
+# Their configs say of no longest text, and there are no positions.
+_MAMBA = Family(
+    defaults=defaults(
+        *(50280, 768, None, 32, None, 1 << 20, 0, 0),
+        layer_norm_epsilon=1e-5,
+        state_size=16,
+        expand=2,
+        conv_kernel=4,
+        use_bias=False,
+        use_conv_bias=True,
+        hidden_act="silu",
+        time_step_rank="auto",
+        tie_word_embeddings=True,
+    ),
+    reads=names(
+        "layer_types layer_norm_epsilon state_size expand conv_kernel use_bias use_conv_bias time_step_rank"
+    ),
+    norms=NormNames(before_attention="norm"),
+    respelled=mamba_settings,
+    recurrent="mamba1",
+    recurrent_place="mixer",
+    final_norm="norm_f",
+    one_sublayer=True,
+    renamed=_BACKBONE,
 )
 _LFM2_READS = names("layer_types norm_eps tie_embedding conv_bias conv_L_cache")
 _LFM2 = Family(
@@ -258,7 +290,7 @@ RECURRENT: dict[str, Family] = {
         output_bias=False,
         norms=NormNames(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
         respelled=jamba_settings,
-        recurrent="mamba1",
+        recurrent="jamba",
         final_norm="final_layernorm",
         mlp="feed_forward",
         experts=ExpertNames(
@@ -268,6 +300,31 @@ RECURRENT: dict[str, Family] = {
             "feed_forward.experts.{}.down_proj",
             stacked="feed_forward.experts.",
         ),
+    ),
+    "mamba": _MAMBA,
+    "falcon_mamba": replace(
+        _MAMBA,
+        defaults={**_MAMBA.defaults, "mixer_rms_eps": 1e-6},
+        reads=_MAMBA.reads | {"mixer_rms_eps"},
+        recurrent="falcon_mamba",
+    ),
+    "mamba2": replace(
+        _MAMBA,
+        defaults={
+            **_MAMBA.defaults,
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "eos_token_id": 2,
+            "num_heads": 128,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 8,
+            "tie_word_embeddings": False,
+        },
+        reads=_MAMBA.reads | names("num_heads n_groups time_step_limit"),
+        respelled=mamba2_settings,
+        recurrent="mamba2",
     ),
     "nemotron_h": Family(
         defaults=defaults(
@@ -328,11 +385,7 @@ RECURRENT: dict[str, Family] = {
         sigmoid_routing=True,
         routing_eps=1e-20,
         one_sublayer=True,
-        renamed=(
-            ("backbone.embeddings.", "model.embed_tokens."),
-            ("model.embeddings.", "model.embed_tokens."),
-            ("backbone.", "model."),
-        ),
+        renamed=_BACKBONE,
         left_out=("mtp.",),  # for the prediction of several tokens
     ),
 }

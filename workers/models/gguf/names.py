@@ -99,7 +99,7 @@ def names_of(family: Family) -> Names:
     match family.recurrent:
         case "short_conv":
             modules |= {ours: f"conv.{theirs}" for ours, theirs in _SHORT_CONV.items()}
-        case "mamba1":
+        case "jamba":
             modules |= {ours: f"mamba.{theirs}" for ours, theirs in _MAMBA1.items()}
             whole |= {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
         case "mamba2" | "gated_delta" as kind:
