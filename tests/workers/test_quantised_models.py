@@ -45,11 +45,10 @@ def run_check(directory: Path, format_name: str, dtype: torch.dtype = torch.floa
 
 
 # Tied and not, with biases, with two norms around a sublayer, with projections that are fused in files, and
-# with experts beside a shared one, which has a gate or none; and without attention, with convolutions.
-PROVEN = (
-    *("qwen3", "llama with biases", "gemma2", "phi3", "olmo2", "qwen2_moe", "granitemoeshared"),
-    "falcon_mamba",
-)
+# with experts beside a shared one, which has a gate or none.
+DENSE = ("qwen3", "llama with biases", "gemma2", "phi3", "olmo2", "qwen2_moe", "granitemoeshared")
+# With recurrent layers, whose other parameters are not quantised.
+PROVEN = (*DENSE, "lfm2", "granite hybrid", "jamba", "falcon_mamba", "qwen3_next")
 
 
 @pytest.mark.parametrize("name", PROVEN)

@@ -235,9 +235,7 @@ def _fill(
                 orders[name] = getattr(rows, "order", None)
             target.fill_quantised(rows)
             continue
-        # Not of convolutions, nor what recurrent layers have beside projections.
-        is_matrix = len(target.shape) == 2 and name.endswith(".weight")
-        form = formats(name) if formats is not None and is_matrix else None
+        form = None if formats is None or target.is_plain else formats(name)
         if isinstance(form, OnGpu):
             form = form.within
         if isinstance(form, GroupFormat):

@@ -270,6 +270,7 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
         ("serve --wrokers 2", "quire serve: error: --wrokers is not known; did you mean --workers?"),
         ("generate x --lgprobs=1", "quire generate: error: --lgprobs is not known; did you mean --logprobs?"),
         ("generate x y", "quire generate: error: y is not known"),
+        ("serve --port 8000", "serve: error: --port is not known; did you mean --listen HOST:PORT?"),
         ("serve storyteller", "serve: error: storyteller is not known; did you mean --model storyteller?"),
         ("generate x --max-tokens 0", "--max-tokens: '0' is refused: must be a whole number from 1"),
         ("generate x --max-tokens 4294967296", "refused: must be a whole number from 1 to 4294967295"),

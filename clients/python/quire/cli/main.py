@@ -133,6 +133,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         meant = difflib.get_close_matches(name, known_flags, n=1)
         if not name.startswith("-") and "--model" in known_flags:  # as other servers are told the model
             meant = [f"--model {name}"]
+        if name in ("--host", "--port") and "--listen" in known_flags:  # likewise the address
+            meant = ["--listen HOST:PORT"]
         command.error(f"{name} is not known" + (f"; did you mean {meant[0]}?" if meant else ""))
     return parsed
 
