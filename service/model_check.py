@@ -134,7 +134,7 @@ def _gguf_problem(config: Config, headers: list[Header]) -> str:
         # Without a tokenizer only tokens are served.
         split_of(metadata)
     if config.model_backend == "transformers":
-        return "model_backend = transformers needs a directory with safetensors"
+        return ""  # workers know which architectures the library runs
     types = served_types(tensors) - DENSE
     return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from service.config import Config
+from service.model_check import refusal
 from tests import gguf_library
 from tests.gguf_files import TypeOf, write_gguf
 from tests.gguf_library import MODELS
@@ -157,6 +159,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "expert_gating_func: is not supported, got 1",
     ),
     "shared experts": ("hunyuan_v1_moe", {"hunyuan-moe.expert_shared_count": 2}, "is not supported, got 2"),
+    "experts of a token": ("olmoe", {"olmoe.expert_used_count": None}, "expert_used_count: is missing"),
     "experts": ("olmoe", {"olmoe.expert_count": 8}, "is of 6 experts, and the metadata say 8"),
     "shape": ("starcoder2", {"starcoder2.feed_forward_length": 100}, "has shape .*, but the config asks for"),
     "too many layers": (
@@ -176,6 +179,12 @@ def test_what_is_not_understood_is_refused_by_name(
     with pytest.raises(ModelError, match=said) as refusal:
         load(file)
     assert str(file) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_library_may_be_asked_for(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tiny(tmp_path / "hf", "glm4"), "q8_0")
+    assert refusal(Config(model=str(file), model_backend=TRANSFORMERS)) == ""
+    assert choose_backend(file, TRANSFORMERS).backend == TRANSFORMERS
 
 
 def test_native_code_is_refused_by_name(tmp_path: Path) -> None:

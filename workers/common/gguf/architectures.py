@@ -29,29 +29,22 @@ INTERVAL, RECURRENT_LAYERS, MORE_LAYERS = (
 SSM = frozenset(
     {"ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"}
 )
-_COMMON = {
+_COMMON = frozenset({
     *NEEDED.values(),
     RMS_EPS, LAYER_EPS, WIDTH, KV_HEADS, "attention.key_length", "attention.value_length", "vocab_size",
     "rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
-}  # fmt: skip
-# They say where a file is from.
-_WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout", "attention.causal"}
+    # These say where a file is from.
+    "rope.scaling.finetuned", "tensor_data_layout", "attention.causal",
+})  # fmt: skip
 _EXPERTS = frozenset({"expert_count", "expert_used_count"})
 SHARED_EXPERT = "expert_shared_feed_forward_length"
+# How experts are chosen.
+SOFTMAX, SIGMOID = 1, 2
 # Values without an effect: softmax, and no shared experts but those whose width is named.
-_ONLY: Mapping[str, Value] = {"expert_gating_func": 1, "expert_shared_count": 0}
-_SIGMOID: Mapping[str, Value] = {"expert_gating_func": 2}
-# Of latent attention, which has these with other values too.
-_LATENT = frozenset(
-    {
-        *_EXPERTS, WIDTH_OF_EXPERTS, MORE_LAYERS, "expert_gating_func", "expert_shared_count",
-        "expert_weights_scale", "expert_weights_norm", "expert_group_count", "expert_group_used_count",
-        "leading_dense_block_count", "attention.q_lora_rank", "attention.kv_lora_rank",
-        "attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier",
-    }
-)  # fmt: skip
+_ONLY: Mapping[str, Value] = {"expert_gating_func": SOFTMAX, "expert_shared_count": 0}
+_ONLY_SIGMOID: Mapping[str, Value] = {"expert_gating_func": SIGMOID}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +53,14 @@ class Architecture:
 
     Attributes:
         model_type: That of the config.
-        reads: The keys that its files may have beside the common ones.
+        reads: The keys that its files may have beside the common ones and those below.
         interleaved: The rows of queries and keys are in the order of pairs that are beside each other.
         norm_offset: What the file's weights of norms have more than a checkpoint's.
         recurrent_without_heads: Its recurrent layers are those without heads of keys and values.
         norm_eps: The setting that is added to variances, and its key.
         settings: More settings, by the keys that have them.
         present: Settings that are true if layers have such a tensor.
-        fixed: Settings that no file says.
+        defaults: What settings are if a file does not say them. None: that is refused.
         only: The values of keys that have no effect.
         rotates: The model rotates queries and keys.
         rotates_parts: It can rotate a part of each head.
@@ -82,25 +75,37 @@ class Architecture:
     norm_eps: tuple[str, str] = ("rms_norm_eps", RMS_EPS)
     settings: Mapping[str, str] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     only: Mapping[str, Value] = field(default_factory=lambda: _ONLY)
     rotates: bool = True
     rotates_parts: bool = True
     varies: bool = False
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """Those that its files may have."""
+        return _COMMON | self.reads | {self.norm_eps[1], *self.settings, *self.only}
+
 
 GPT_OSS, LATENT = "gpt-oss", "deepseek2"
-_GEMMA_READS = frozenset({"attention.sliding_window", "final_logit_softcapping"})
-QWEN_EXPERTS = frozenset({*_EXPERTS, WIDTH_OF_EXPERTS, "expert_gating_func", "expert_shared_count"})
-_DELTA_RULE = SSM | {INTERVAL, RECURRENT_LAYERS, MORE_LAYERS}
+_DELTA_RULE_READS = SSM | {RECURRENT_LAYERS}
 # Of images, which have positions in three dimensions, and states that are added behind some layers. A text
 # has the same position in all, and none of these states.
 _SECTIONS = frozenset({"rope.dimension_sections"})
 _IMAGES = _SECTIONS | {"n_deepstack_layers"}
 _SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
-_WINDOWS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
+_WINDOW = frozenset({"attention.sliding_window"})
+_WINDOWS = _WINDOW | {"attention.sliding_window_pattern"}
+_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 _ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
 _LEFT_OUT_LAYERS = {MORE_LAYERS: "mtp_num_hidden_layers"}
+_QWEN_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    WIDTH_OF_EXPERTS: "moe_intermediate_size",
+}
+_QWEN_SHARED_EXPERT = _QWEN_EXPERTS | {SHARED_EXPERT: "shared_expert_intermediate_size"}
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _DEEPSEEK_EXPERTS = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -112,6 +117,17 @@ _DEEPSEEK_EXPERTS = {
     "leading_dense_block_count": "first_k_dense_replace",
     WIDTH_OF_EXPERTS: "moe_intermediate_size",
 }
+_DELTA_RULE = _LEFT_OUT_LAYERS | {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    INTERVAL: "full_attention_interval",
+}
+# llama.cpp normalises for each of them, but qwen2moe.
+_QWEN_DEFAULTS = dict[str, object].fromkeys(_QWEN_EXPERTS.values()) | {"norm_topk_prob": True}
+_QWEN_SHARED_DEFAULTS = _QWEN_DEFAULTS | {"shared_expert_intermediate_size": None}
+_LOCAL_DEFAULTS = dict[str, object].fromkeys(_LOCAL_EXPERTS.values())
 _MAMBA2 = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.group_count": "mamba_n_groups",
@@ -137,34 +153,46 @@ _NEMOTRON = Architecture(
     },
     rotates=False,
 )
+_LFM2 = Architecture(
+    "lfm2",
+    recurrent_without_heads=True,
+    norm_eps=("norm_eps", RMS_EPS),
+    settings={"shortconv.l_cache": "conv_L_cache"},
+    present={"conv_bias": "shortconv.conv.bias"},
+    defaults={"block_auto_adjust_ff_dim": False, "conv_L_cache": None},
+)
 ARCHITECTURES = {
-    "llama": Architecture(
-        "llama",
-        frozenset({*_EXPERTS, "attention.sliding_window", "expert_gating_func", "expert_shared_count"}),
-        interleaved=True,
-    ),
+    "llama": Architecture("llama", _EXPERTS | _WINDOW, interleaved=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen2moe": Architecture("qwen2_moe", QWEN_EXPERTS | {SHARED_EXPERT}),
-    "qwen3moe": Architecture("qwen3_moe", QWEN_EXPERTS),
-    "qwen3next": Architecture("qwen3_next", _DELTA_RULE | QWEN_EXPERTS | {SHARED_EXPERT}, norm_offset=1.0),
-    "qwen35": Architecture("qwen3_5_text", _DELTA_RULE | _SECTIONS, norm_offset=1.0),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text", _DELTA_RULE | _SECTIONS | QWEN_EXPERTS | {SHARED_EXPERT}, norm_offset=1.0
+    "qwen2moe": Architecture(
+        "qwen2_moe", settings=_QWEN_SHARED_EXPERT, defaults=_QWEN_SHARED_DEFAULTS | {"norm_topk_prob": False}
     ),
-    "lfm2": Architecture("lfm2", frozenset({"shortconv.l_cache"}), recurrent_without_heads=True),
-    "lfm2moe": Architecture(
-        "lfm2_moe",
-        frozenset({"shortconv.l_cache"}),
-        recurrent_without_heads=True,
-        settings={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "leading_dense_block_count": "num_dense_layers",
-            WIDTH_OF_EXPERTS: "moe_intermediate_size",
-        },
-        present={"use_expert_bias": "exp_probs_b.bias"},
-        only=_SIGMOID,
+    "qwen3moe": Architecture("qwen3_moe", settings=_QWEN_EXPERTS, defaults=_QWEN_DEFAULTS),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        _DELTA_RULE_READS,
+        norm_offset=1.0,
+        settings=_DELTA_RULE | _QWEN_SHARED_EXPERT,
+        defaults=_QWEN_SHARED_DEFAULTS,
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text", _DELTA_RULE_READS | _SECTIONS, norm_offset=1.0, settings=_DELTA_RULE
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        _DELTA_RULE_READS | _SECTIONS,
+        norm_offset=1.0,
+        settings=_DELTA_RULE | _QWEN_SHARED_EXPERT,
+        defaults=_QWEN_SHARED_DEFAULTS,
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        settings={**_LFM2.settings, **_QWEN_EXPERTS, "leading_dense_block_count": "num_dense_layers"},
+        present={**_LFM2.present, "use_expert_bias": "exp_probs_b.bias"},
+        only=_ONLY_SIGMOID,
     ),
     "falcon-h1": Architecture(
         "falcon_h1",
@@ -179,7 +207,7 @@ ARCHITECTURES = {
             "projectors_bias": "ssm_out.bias",
         },
         # Its weights are multiplied already by what a config names.
-        fixed={"mamba_norm_before_gate": False},
+        defaults={"mamba_norm_before_gate": False},
     ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": replace(
@@ -191,7 +219,7 @@ ARCHITECTURES = {
             "moe_latent_size": "moe_latent_size",
             SHARED_EXPERT: "moe_shared_expert_intermediate_size",
         },
-        only={"expert_gating_func": 2, "expert_shared_count": 1},
+        only={"expert_gating_func": SIGMOID, "expert_shared_count": 1},
     ),
     "jamba": Architecture(
         "jamba",
@@ -209,25 +237,61 @@ ARCHITECTURES = {
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        SSM | _EXPERTS | _SCALES | {SHARED_EXPERT},
+        SSM | _SCALES | {SHARED_EXPERT},
         interleaved=True,
         recurrent_without_heads=True,
+        settings=_MAMBA2 | _LOCAL_EXPERTS,
+        present={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_proj_bias": "ssm_in.bias"},
+        defaults={"num_local_experts": 0, "num_experts_per_tok": 0, "gguf_layout": True},
     ),
     "gemma": Architecture("gemma", norm_offset=1.0),
-    "gemma2": Architecture("gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, norm_offset=1.0),
-    "gemma3": Architecture(
-        "gemma3_text",
-        _GEMMA_READS | {"attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "gemma2": Architecture(
+        "gemma2",
+        _WINDOW,
         norm_offset=1.0,
+        settings=_CAP | {"attn_logit_softcapping": "attn_logit_softcapping"},
     ),
-    "phi3": Architecture("phi3", frozenset({"attention.sliding_window"})),
+    "gemma3": Architecture("gemma3_text", _WINDOWS | {"rope.freq_base_swa"}, norm_offset=1.0, settings=_CAP),
+    "phi3": Architecture("phi3", _WINDOW),
     GPT_OSS: Architecture(
         "gpt_oss",
-        frozenset({*_EXPERTS, WIDTH_OF_EXPERTS, "attention.sliding_window"}),
+        _WINDOW,
+        settings=_LOCAL_EXPERTS | {WIDTH_OF_EXPERTS: "intermediate_size"},
+        defaults=_LOCAL_DEFAULTS | {"rope_parameters": {"rope_type": "default"}},
     ),
-    LATENT: Architecture("deepseek_v3", _LATENT, only={}),
+    LATENT: Architecture(
+        "deepseek_v3",
+        frozenset(
+            {
+                "expert_gating_func",
+                "attention.key_length_mla",
+                "attention.value_length_mla",
+                "rope.scaling.yarn_log_multiplier",
+            }
+        ),
+        settings=_DEEPSEEK_EXPERTS
+        | _LEFT_OUT_LAYERS
+        | {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"},
+        defaults={
+            **dict.fromkeys(_DEEPSEEK_EXPERTS.values()),
+            "kv_lora_rank": None,
+            "q_lora_rank": None,  # may be missing
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        only={},
+    ),
     "granite": Architecture("granite", _SCALES, interleaved=True),
-    "granitemoe": Architecture("granitemoeshared", _EXPERTS | _SCALES | {SHARED_EXPERT}, interleaved=True),
+    "granitemoe": Architecture(
+        "granitemoeshared",
+        _SCALES,
+        interleaved=True,
+        settings=_LOCAL_EXPERTS | {SHARED_EXPERT: "shared_intermediate_size"},
+        defaults=_LOCAL_DEFAULTS | {"shared_intermediate_size": 0, "gguf_layout": True},
+    ),
     "olmo2": Architecture("olmo2", _WINDOWS | {"rope.freq_base_swa"}),
     "smollm3": Architecture("smollm3", interleaved=True),
     "arcee": Architecture("arcee", interleaved=True),
@@ -239,7 +303,7 @@ ARCHITECTURES = {
     "seed_oss": Architecture("qwen2"),
     "qwen2vl": Architecture("qwen2", _SECTIONS),
     "qwen3vl": Architecture("qwen3", _IMAGES),
-    "qwen3vlmoe": Architecture("qwen3_moe", QWEN_EXPERTS | _IMAGES),
+    "qwen3vlmoe": Architecture("qwen3_moe", _IMAGES, settings=_QWEN_EXPERTS, defaults=_QWEN_DEFAULTS),
     # Those that the transformers library runs.
     "command-r": Architecture(
         "cohere",
@@ -259,9 +323,9 @@ ARCHITECTURES = {
     "dots1": Architecture(
         "dots1",
         settings=_DEEPSEEK_EXPERTS,
-        only=_SIGMOID,
+        only=_ONLY_SIGMOID,
         present=_ATTENTION_BIAS,
-        fixed={"sliding_window": None},
+        defaults={"sliding_window": None},
         rotates_parts=False,
     ),
     "ernie4_5-moe": Architecture(
@@ -277,26 +341,25 @@ ARCHITECTURES = {
             WIDTH_OF_EXPERTS: "moe_intermediate_size",
         },
         present={"use_bias": "attn_q.bias"},
-        only={"expert_gating_func": 1},
+        only={"expert_gating_func": SOFTMAX},
         rotates_parts=False,
     ),
     "exaone4": Architecture("exaone4", _WINDOWS, rotates_parts=False),
     "gemma4": Architecture(
         "gemma4_text",
-        _GEMMA_READS
+        _WINDOWS
         | {
-            "attention.sliding_window_pattern",
             "attention.key_length_swa",
             "attention.value_length_swa",
             "rope.freq_base_swa",
             "rope.dimension_count_swa",
         },
-        settings={
+        settings=_CAP
+        | {
             "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
             "expert_count": "num_experts",
             "expert_used_count": "top_k_experts",
-            "final_logit_softcapping": "final_logit_softcapping",
             WIDTH_OF_EXPERTS: "moe_intermediate_size",
         },
         present={"enable_moe_block": "ffn_gate_inp.weight", "attention_bias": "attn_q.bias"},
@@ -307,13 +370,13 @@ ARCHITECTURES = {
         "glm4",
         settings=_LEFT_OUT_LAYERS,
         present=_ATTENTION_BIAS,
-        fixed={"pad_token_id": None},  # the default may be no token of the model
+        defaults={"pad_token_id": None},  # the default may be no token of the model
     ),
     "glm4moe": Architecture(
         "glm4_moe",
         settings=_DEEPSEEK_EXPERTS | _LEFT_OUT_LAYERS,
         present=_ATTENTION_BIAS | {"use_qk_norm": "attn_q_norm.weight"},
-        only=_SIGMOID,
+        only=_ONLY_SIGMOID,
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", present=_ATTENTION_BIAS, rotates_parts=False),
     "hunyuan-moe": Architecture(
@@ -322,13 +385,14 @@ ARCHITECTURES = {
         frozenset({WIDTH_OF_EXPERTS, SHARED_EXPERT}),
         settings={"expert_count": "num_experts", "expert_used_count": "moe_topk"},
         present=_ATTENTION_BIAS,
-        only={"expert_gating_func": 1, "expert_shared_count": 1},
+        only={"expert_gating_func": SOFTMAX, "expert_shared_count": 1},
         rotates_parts=False,
     ),
     "mistral3": Architecture(
         "ministral3",
         frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
         interleaved=True,
+        defaults={"sliding_window": None},
     ),
     "nemotron": Architecture(
         "nemotron",
@@ -360,7 +424,7 @@ ARCHITECTURES = {
         "starcoder2",
         norm_eps=("norm_epsilon", LAYER_EPS),
         present={"use_bias": "attn_q.bias"},
-        fixed={"sliding_window": None},  # as llama.cpp, whose files have none
+        defaults={"sliding_window": None},  # as llama.cpp, whose files have none
         rotates_parts=False,
     ),
 }
@@ -379,11 +443,7 @@ def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
 
 def check_keys(name: str, architecture: Architecture, own: Mapping[str, Value]) -> None:
     """Raises GgufError for a key that may change the model, and is not read."""
-    known = (
-        _COMMON | _WITHOUT_EFFECT | architecture.reads | {architecture.norm_eps[1]}
-        | architecture.settings.keys() | architecture.only.keys()
-    )  # fmt: skip
-    only = {"attention.causal": True, **architecture.only}
+    known, only = architecture.keys, {"attention.causal": True, **architecture.only}
     for key, value in own.items():
         if key not in known or value != only.get(key, value):
             raise GgufError(f"{name}.{key}: is not supported, got {shown(value)}")

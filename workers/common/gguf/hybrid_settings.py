@@ -11,9 +11,7 @@ from typing import Any
 
 from workers.common.gguf import GgufError
 from workers.common.gguf.architectures import (
-    INTERVAL,
     KV_HEADS,
-    MORE_LAYERS,
     RECURRENT_LAYERS,
     SHARED_EXPERT,
     SSM,
@@ -28,7 +26,7 @@ ReadFactors = Callable[[TensorInfo], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class FileSettings:
-    """A file: its architecture, the keys under that, the settings that all files have, and its tensors."""
+    """A file: its architecture, the keys under that, the settings read so far, and its tensors."""
 
     name: str
     own: Mapping[str, Value]
@@ -41,13 +39,6 @@ class FileSettings:
         """The sliding window; None: there is none."""
         return self.own.get("attention.sliding_window") or None
 
-    def experts(self, setting: str) -> dict[str, object]:
-        """How many there are, as this setting, and how many compute a token."""
-        return {
-            setting: self.own.get("expert_count"),
-            "num_experts_per_tok": self.own.get("expert_used_count"),
-        }
-
     def has(self, part: str) -> bool:
         """Whether a layer has such a tensor."""
         return any(name.startswith("blk.") and name.endswith(f".{part}") for name in self.tensors)
@@ -55,18 +46,11 @@ class FileSettings:
 
 def delta_rule(file: FileSettings) -> dict[str, object]:
     """The gated delta rule of qwen35 and qwen3next. Raises GgufError."""
-    heads, width = _heads(file)
     layers = file.settings["num_hidden_layers"]
     found: dict[str, object] = {
-        "linear_conv_kernel_dim": file.own["ssm.conv_kernel"],
-        "linear_key_head_dim": file.own["ssm.state_size"],
-        "linear_num_key_heads": file.own["ssm.group_count"],
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": width,
-        "full_attention_interval": file.own.get(INTERVAL, 4),
+        "linear_value_head_dim": _head_width(file),
         # Older files of qwen3next have the rows of each key head together, as a checkpoint has.
         "gguf_layout": not file.has("ssm_in.weight"),
-        "mtp_num_hidden_layers": file.own.get(MORE_LAYERS) or 0,
     }
     listed = file.own.get(RECURRENT_LAYERS)
     if listed is not None:
@@ -80,31 +64,15 @@ def delta_rule(file: FileSettings) -> dict[str, object]:
 
 def mamba2(file: FileSettings) -> dict[str, object]:
     """Mamba 2, and what else granitehybrid has. Raises GgufError."""
-    heads, width = _heads(file)
-    inner, hidden = file.own["ssm.inner_size"], file.settings["hidden_size"]
-    assert isinstance(inner, int)
-    if not isinstance(hidden, int) or hidden < 1 or inner % hidden:
-        raise GgufError(f"{file.name}.ssm.inner_size: must be a multiple of {shown(hidden)}, got {inner}")
-    width_of_mlp = file.settings["intermediate_size"]
+    has_experts, width_of_mlp = file.own.get("expert_count"), file.settings["intermediate_size"]
     return {
         **granite_scales(file),
-        "num_local_experts": file.own.get("expert_count", 0),
-        "num_experts_per_tok": file.own.get("expert_used_count", 0),
-        "shared_intermediate_size": file.own.get(SHARED_EXPERT, 0)
-        if file.own.get("expert_count")
-        else width_of_mlp,
-        "mamba_n_heads": heads,
-        "mamba_d_head": width,
-        "mamba_n_groups": file.own["ssm.group_count"],
-        "mamba_d_state": file.own["ssm.state_size"],
-        "mamba_d_conv": file.own["ssm.conv_kernel"],
-        "mamba_expand": inner // hidden,
-        "mamba_conv_bias": file.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": file.has("ssm_in.bias"),
+        "shared_intermediate_size": file.own.get(SHARED_EXPERT, 0) if has_experts else width_of_mlp,
+        "mamba_d_head": _head_width(file),
+        "mamba_expand": _expansion(file),
         # So its converter says whether positions are rotated.
         "position_embedding_type": "rope" if file.own.get("rope.scaling.finetuned", True) else "nope",
         "layer_types": _layer_types(file, LINEAR),
-        "gguf_layout": True,
     }
 
 
@@ -128,13 +96,11 @@ def granite_scales(file: FileSettings) -> dict[str, object]:
 
 def falcon_h1(file: FileSettings) -> dict[str, object]:
     """Raises GgufError."""
-    _, width = _heads(file)
-    return {"mamba_d_head": width}
+    return {"mamba_d_head": _head_width(file)}
 
 
 def nemotron(file: FileSettings) -> dict[str, object]:
     """Each layer is one of three. Raises GgufError."""
-    _, width = _heads(file)
     kv_heads, widths = file.own.get(KV_HEADS), file.own.get(WIDTH)
     layers = file.settings["num_hidden_layers"]
     if not (isinstance(kv_heads, list) and isinstance(widths, list) and len(kv_heads) == len(widths)):
@@ -144,19 +110,14 @@ def nemotron(file: FileSettings) -> dict[str, object]:
         FULL if heads else mlp if of_mlp else LINEAR
         for heads, of_mlp in zip(kv_heads[:layers], widths[:layers], strict=True)
     ]
-    return {"mamba_head_dim": width, "layers_block_type": kinds}
+    return {"mamba_head_dim": _head_width(file), "layers_block_type": kinds}
 
 
 def jamba(file: FileSettings) -> dict[str, object]:
     """Raises GgufError."""
-    inner, hidden = file.own.get("ssm.inner_size"), file.settings["hidden_size"]
-    if type(inner) is not int or type(hidden) is not int or hidden < 1 or inner % hidden:
-        raise GgufError(
-            f"{file.name}.ssm.inner_size: must be a multiple of {shown(hidden)}, got {shown(inner)}"
-        )
     kinds = _layer_types(file, LINEAR)
     has_experts = [f"blk.{index}.ffn_gate_inp.weight" in file.tensors for index in range(len(kinds))]
-    found: dict[str, object] = {"mamba_expand": inner // hidden}
+    found: dict[str, object] = {"mamba_expand": _expansion(file)}
     found |= _period(f"{file.name}.{KV_HEADS}", "attn", [kind == FULL for kind in kinds])
     return found | (_period("experts", "expert", has_experts) if any(has_experts) else {"num_experts": 1})
 
@@ -171,14 +132,8 @@ def _period(what: str, name: str, layers: Sequence[bool]) -> dict[str, object]:
 
 
 def short_conv(file: FileSettings) -> dict[str, object]:
-    """Those of lfm2."""
-    return {
-        "norm_eps": file.settings["rms_norm_eps"],
-        "block_auto_adjust_ff_dim": False,
-        "conv_L_cache": file.own.get("shortconv.l_cache"),
-        "conv_bias": file.has("shortconv.conv.bias"),
-        "layer_types": _layer_types(file, "conv"),
-    }
+    """Those of lfm2. Raises GgufError."""
+    return {"layer_types": _layer_types(file, "conv")}
 
 
 def _layer_types(file: FileSettings, recurrent: str) -> list[str]:
@@ -189,8 +144,18 @@ def _layer_types(file: FileSettings, recurrent: str) -> list[str]:
     return [FULL if count else recurrent for count in counts]
 
 
-def _heads(file: FileSettings) -> tuple[int, int]:
-    """How many heads a scan has, and their width. Raises GgufError for a missing key."""
+def _expansion(file: FileSettings) -> int:
+    """How many times the hidden width a scan has. Raises GgufError."""
+    inner, hidden = file.own.get("ssm.inner_size"), file.settings["hidden_size"]
+    if type(inner) is not int or type(hidden) is not int or hidden < 1 or inner % hidden:
+        raise GgufError(
+            f"{file.name}.ssm.inner_size: must be a multiple of {shown(hidden)}, got {shown(inner)}"
+        )
+    return inner // hidden
+
+
+def _head_width(file: FileSettings) -> int:
+    """Of a scan. Raises GgufError, also for another key that is missing."""
     for key in sorted(SSM):
         value = file.own.get(key)
         if type(value) is not int or value < 1:
@@ -199,4 +164,4 @@ def _heads(file: FileSettings) -> tuple[int, int]:
     assert isinstance(inner, int) and isinstance(heads, int)
     if inner % heads:
         raise GgufError(f"{file.name}.ssm.inner_size: must be a multiple of {heads} heads, got {inner}")
-    return heads, inner // heads
+    return inner // heads

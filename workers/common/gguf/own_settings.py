@@ -6,8 +6,7 @@ Sources: as for `workers.common.gguf.settings`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from workers.common.gguf import GgufError
 from workers.common.gguf.architectures import (
@@ -15,16 +14,14 @@ from workers.common.gguf.architectures import (
     GPT_OSS,
     KV_HEADS,
     LATENT,
-    MORE_LAYERS,
-    SHARED_EXPERT,
+    SIGMOID,
+    SOFTMAX,
     WIDTH,
-    WIDTH_OF_EXPERTS,
 )
-from workers.common.gguf.header import TensorInfo, Value, shown
+from workers.common.gguf.header import shown
 from workers.common.gguf.hybrid_settings import (
     FULL,
     FileSettings,
-    ReadFactors,
     delta_rule,
     falcon_h1,
     granite_scales,
@@ -37,9 +34,6 @@ from workers.common.gguf.hybrid_settings import (
 ROPE_FACTORS = "rope_freqs.weight"
 
 _SLIDING = "sliding_attention"
-_SOFTMAX, _SIGMOID = 1, 2
-# What a layer has if experts are chosen by sigmoids.
-_CORRECTION = "exp_probs_b.bias"
 # Of MiniCPM, if its file does not say it.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
 _PERIOD, _GEMMA_PERIOD = 4, 6
@@ -47,33 +41,15 @@ _PERIOD, _GEMMA_PERIOD = 4, 6
 _STILL = 1e20
 
 
-def of_architecture(
-    name: str,
-    own: Mapping[str, Value],
-    settings: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    read_factors: ReadFactors,
-) -> dict[str, object]:
-    """Raises GgufError."""
-    file, architecture = FileSettings(name, own, settings, tensors, read_factors), ARCHITECTURES[name]
-    found = dict(architecture.fixed)
+def of_architecture(file: FileSettings) -> dict[str, object]:
+    """What the entry of its architecture says, and its reader. Raises GgufError."""
+    name, own, architecture = file.name, file.own, ARCHITECTURES[file.name]
+    if "expert_used_count" not in own and file.has("ffn_gate_inp.weight"):
+        raise GgufError(f"{name}.expert_used_count: is missing")
+    found = dict(architecture.defaults)
     found |= {setting: own[key] for key, setting in architecture.settings.items() if key in own}
     found |= {setting: file.has(part) for setting, part in architecture.present.items()}
-    for read in _READERS.get(name, ()):
-        found |= read(file)
-    return found
-
-
-def _qwen_experts(file: FileSettings) -> dict[str, object]:
-    found: dict[str, object] = {
-        **file.experts("num_experts"),
-        "moe_intermediate_size": file.own.get(WIDTH_OF_EXPERTS),
-        # llama.cpp does so for each of them, but the first.
-        "norm_topk_prob": file.name != "qwen2moe",
-    }
-    if SHARED_EXPERT in ARCHITECTURES[file.name].reads:
-        found["shared_expert_intermediate_size"] = file.own.get(SHARED_EXPERT)
-    return found
+    return found | (_READERS[name](file) if name in _READERS else {})
 
 
 def _llama(file: FileSettings) -> dict[str, object]:
@@ -81,7 +57,8 @@ def _llama(file: FileSettings) -> dict[str, object]:
     if file.own.get("expert_count"):
         return {
             "model_type": "mixtral",
-            **file.experts("num_local_experts"),
+            "num_local_experts": file.own["expert_count"],
+            "num_experts_per_tok": file.own.get("expert_used_count"),
             "sliding_window": file.window,
         }
     if file.window is not None:
@@ -97,9 +74,6 @@ def _gemma(file: FileSettings) -> dict[str, object]:
     found: dict[str, object] = (
         {} if file.window is None and file.name == "gemma2" else {"sliding_window": file.window}
     )
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if key in file.own:
-            found[key] = file.own[key]
     # The file does not say it. llama.cpp knows the largest models, of 27 billion weights, by their layers.
     largest = {"gemma2": 46, "gemma3": 62}[file.name]
     heads, layers = file.settings["num_attention_heads"], file.settings["num_hidden_layers"]
@@ -112,16 +86,7 @@ def _gemma(file: FileSettings) -> dict[str, object]:
     return found
 
 
-def _gpt_oss(file: FileSettings) -> dict[str, object]:
-    return {
-        **file.experts("num_local_experts"),
-        "intermediate_size": file.own.get(WIDTH_OF_EXPERTS, file.settings["intermediate_size"]),
-        "sliding_window": file.window,
-        "rope_parameters": {"rope_type": "default"},  # if the file says nothing else
-    }
-
-
-def _phi(file: FileSettings) -> dict[str, object]:
+def _window(file: FileSettings) -> dict[str, object]:
     return {"sliding_window": file.window}
 
 
@@ -133,51 +98,36 @@ def _latent(file: FileSettings) -> dict[str, object]:
     if type(width) is not int or type(rotated) is not int or not 0 < rotated < width:
         got = f"{shown(width)} and {shown(rotated)}"
         raise GgufError(f"{file.name}.attention.key_length_mla: must be more than what is rotated, got {got}")
-    has_correction = any(tensor.endswith(f".{_CORRECTION}") for tensor in file.tensors)
-    gate = file.own.get("expert_gating_func", _SIGMOID if has_correction else _SOFTMAX)
-    if gate not in (_SOFTMAX, _SIGMOID):
+    has_correction = file.has("exp_probs_b.bias")
+    gate = file.own.get("expert_gating_func", SIGMOID if has_correction else SOFTMAX)
+    if gate not in (SOFTMAX, SIGMOID):
         raise GgufError(f"{file.name}.expert_gating_func: must be 1 or 2, got {shown(gate)}")
-    groups = file.own.get("expert_group_count", 1)
     found: dict[str, object] = {
         # A file has the number of those in pages.
         "num_key_value_heads": file.settings["num_attention_heads"],
-        "kv_lora_rank": file.own.get("attention.kv_lora_rank"),
-        "q_lora_rank": file.own.get("attention.q_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": width - rotated,
         "v_head_dim": file.own.get("attention.value_length_mla", file.own.get("attention.value_length")),
-        **file.experts("n_routed_experts"),
-        "n_shared_experts": file.own.get("expert_shared_count"),
-        "moe_intermediate_size": file.own.get(WIDTH_OF_EXPERTS),
-        "first_k_dense_replace": file.own.get("leading_dense_block_count", 0),
-        "norm_topk_prob": file.own.get("expert_weights_norm", False),
-        "routed_scaling_factor": file.own.get("expert_weights_scale", 1.0),
-        "n_group": groups,
-        "topk_group": file.own.get("expert_group_used_count", 1),
-        "mtp_num_hidden_layers": file.own.get(MORE_LAYERS) or 0,
     }
-    if gate == _SOFTMAX:
+    if gate == SOFTMAX:
+        has_groups = file.own.get("expert_group_count", 1) != 1
         found["model_type"] = "deepseek_v2"
-        found["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+        found["topk_method"] = "group_limited_greedy" if has_groups else "greedy"
     return found
 
 
-def _granite(file: FileSettings) -> dict[str, object]:
-    """Granite without recurrent layers, and MiniCPM, which computes as that."""
+def _minicpm(file: FileSettings) -> dict[str, object]:
+    """It computes as Granite."""
     found = granite_scales(file)
     layers, hidden = file.settings["num_hidden_layers"], file.settings["hidden_size"]
-    if file.name == "minicpm" and isinstance(layers, int) and isinstance(hidden, int) and layers > 0:
-        defaults = {
-            "embedding_multiplier": _MINICPM_EMBEDDING,
-            "residual_multiplier": _MINICPM_DEPTH / math.sqrt(layers),
-            "logits_scaling": hidden / _MINICPM_WIDTH,
-        }
-        return defaults | found
-    if file.name == "granitemoe":
-        found |= file.experts("num_local_experts")
-        found["shared_intermediate_size"] = file.own.get(SHARED_EXPERT, 0)
-        found["gguf_layout"] = True
-    return found
+    if not isinstance(layers, int) or not isinstance(hidden, int) or layers < 1:
+        return found
+    defaults = {
+        "embedding_multiplier": _MINICPM_EMBEDDING,
+        "residual_multiplier": _MINICPM_DEPTH / math.sqrt(layers),
+        "logits_scaling": hidden / _MINICPM_WIDTH,
+    }
+    return defaults | found
 
 
 def _olmo(file: FileSettings) -> dict[str, object]:
@@ -203,9 +153,7 @@ def _windows(file: FileSettings) -> dict[str, object]:
 
 def _mistral3(file: FileSettings) -> dict[str, object]:
     """Files of Ministral 3, and of Mistral Small 3."""
-    if "attention.temperature_scale" not in file.own:
-        return {"model_type": "mistral", "sliding_window": None}
-    return {"sliding_window": None}
+    return {} if "attention.temperature_scale" in file.own else {"model_type": "mistral"}
 
 
 def _sliding(file: FileSettings, period: int) -> list[str] | None:
@@ -226,7 +174,7 @@ def _gemma4(file: FileSettings) -> dict[str, object]:
         if file.own.get(key, width) != width:
             raise GgufError(f"{file.name}.{key}: must be {shown(width)}, got {shown(file.own[key])}")
     layer_types = _sliding(file, _GEMMA_PERIOD)
-    widths, kv_heads = file.own[WIDTH], file.own.get(KV_HEADS)
+    widths, kv_heads = file.own.get(WIDTH), file.own.get(KV_HEADS)
     found: dict[str, object] = {
         "head_dim": width,
         "global_head_dim": file.settings["head_dim"],
@@ -269,23 +217,21 @@ def _rotated_part(file: FileSettings) -> float:
     return sum(factor < _STILL for factor in factors) / max(1, len(factors))
 
 
-_READERS: Mapping[str, Sequence[Callable[[FileSettings], dict[str, object]]]] = {
-    **dict.fromkeys(("llama", "exaone", "internlm2", "ernie4_5"), (_llama,)),
-    **dict.fromkeys(("gemma2", "gemma3"), (_gemma,)),
-    "gemma4": (_gemma4,),
-    "phi3": (_phi,),
-    LATENT: (_latent,),
-    **dict.fromkeys(("granite", "granitemoe", "minicpm"), (_granite,)),
-    "olmo2": (_olmo,),
-    GPT_OSS: (_gpt_oss,),
-    **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3vlmoe"), (_qwen_experts,)),
-    "qwen35": (delta_rule,),
-    **dict.fromkeys(("qwen35moe", "qwen3next"), (delta_rule, _qwen_experts)),
-    **dict.fromkeys(("lfm2", "lfm2moe"), (short_conv,)),
-    "falcon-h1": (falcon_h1,),
-    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), (nemotron,)),
-    "jamba": (jamba,),
-    "granitehybrid": (mamba2,),
-    **dict.fromkeys(("cohere2", "exaone4"), (_windows,)),
-    "mistral3": (_mistral3,),
+_READERS: Mapping[str, Callable[[FileSettings], dict[str, object]]] = {
+    **dict.fromkeys(("llama", "exaone", "internlm2", "ernie4_5"), _llama),
+    **dict.fromkeys(("gemma2", "gemma3"), _gemma),
+    "gemma4": _gemma4,
+    **dict.fromkeys(("phi3", GPT_OSS), _window),
+    LATENT: _latent,
+    **dict.fromkeys(("granite", "granitemoe"), granite_scales),
+    "minicpm": _minicpm,
+    "olmo2": _olmo,
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), delta_rule),
+    **dict.fromkeys(("lfm2", "lfm2moe"), short_conv),
+    "falcon-h1": falcon_h1,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron),
+    "jamba": jamba,
+    "granitehybrid": mamba2,
+    **dict.fromkeys(("cohere2", "exaone4"), _windows),
+    "mistral3": _mistral3,
 }

@@ -7,7 +7,6 @@ llama.cpp, which write the files, and its `llama_hparams`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from workers.common.gguf import GgufError
 from workers.common.gguf.architectures import (
@@ -24,7 +23,7 @@ from workers.common.gguf.architectures import (
     check_keys,
 )
 from workers.common.gguf.header import TensorInfo, Value, shown
-from workers.common.gguf.hybrid_settings import ReadFactors
+from workers.common.gguf.hybrid_settings import FileSettings, ReadFactors
 from workers.common.gguf.own_settings import ROPE_FACTORS, of_architecture
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -47,7 +46,7 @@ _ENDS = (
 )  # fmt: skip
 # <|end|> ends a message of gpt-oss, and not its text.
 _ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
-_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _CONTROL = 3
 # There are lists of what each layer is, before any tensor is looked for.
 _MOST_LAYERS = 1 << 12
@@ -72,27 +71,27 @@ def read_settings(
     }
     check_keys(name, architecture, own)
     settings: dict[str, object] = {"model_type": architecture.model_type}
+    file = FileSettings(name, own, settings, tensors, read_factors)
     eps, its_key = architecture.norm_eps
     for setting, key in (NEEDED | {eps: its_key}).items():
         if key not in own:
             raise GgufError(f"{name}.{key}: is missing")
         settings[setting] = _same(own[key], f"{name}.{key}")
-    width = WIDTH_OF_EXPERTS if WIDTH not in own and WIDTH_OF_EXPERTS in architecture.reads else WIDTH
+    width = WIDTH_OF_EXPERTS if WIDTH not in own and WIDTH_OF_EXPERTS in architecture.keys else WIDTH
     if width not in own:
         raise GgufError(f"{name}.{width}: is missing")
     settings["intermediate_size"] = _same(_where_there(own[width], architecture), f"{name}.{width}")
-    settings["num_hidden_layers"] = _layers(name, own)
-    heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    settings["num_hidden_layers"] = _layers(file)
     kv_heads = _where_there(own.get(KV_HEADS, own["attention.head_count"]), architecture)
     settings["num_key_value_heads"] = _same(kv_heads, f"{name}.{KV_HEADS}")
-    settings["head_dim"] = _head_dim(name, own, heads, hidden)
+    settings["head_dim"] = _head_dim(file)
     settings["vocab_size"] = _vocab_size(tensors)
     settings["tie_word_embeddings"] = HEAD not in tensors
     settings["dtype"] = _dtype(tensors)
     settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == GPT_OSS else _ENDS)
-    settings |= of_architecture(name, own, settings, tensors, read_factors)
+    settings |= of_architecture(file)
     if architecture.rotates:
-        settings |= _rope(name, own, settings, tensors, read_factors)
+        settings |= _rope(file)
     return settings
 
 
@@ -124,26 +123,26 @@ def _where_there(value: Value, architecture: Architecture) -> Value:
     return [each for each in value if each]  # type: ignore[return-value] # a list of one type
 
 
-def _layers(name: str, own: Mapping[str, Value]) -> int:
+def _layers(file: FileSettings) -> int:
     """The number of layers that a forward needs. Raises GgufError."""
-    count, more = _same(own["block_count"], f"{name}.block_count"), own.get(MORE_LAYERS, 0)
+    name, more = file.name, file.own.get(MORE_LAYERS, 0)
+    count = _same(file.own["block_count"], f"{name}.block_count")
     if type(count) is not int or not 0 < count <= _MOST_LAYERS:
         raise GgufError(f"{name}.block_count: must be from 1 to {_MOST_LAYERS}, got {shown(count)}")
-    if not more:
-        return count
-    if type(more) is not int or not 0 < more < count:
+    if type(more) is not int or not 0 <= more < count:
         raise GgufError(f"{name}.{MORE_LAYERS}: must be fewer than {shown(count)} layers, got {shown(more)}")
     return count - more
 
 
-def _head_dim(name: str, own: Mapping[str, Value], heads: object, hidden: object) -> Value | None:
+def _head_dim(file: FileSettings) -> Value | None:
     """The width of a head, of latent attention what of it is rotated; None: it follows from others."""
-    if name == LATENT:
+    own, heads, hidden = file.own, file.settings["num_attention_heads"], file.settings["hidden_size"]
+    if file.name == LATENT:
         return own.get("rope.dimension_count")
     key_length, value_length = own.get("attention.key_length"), own.get("attention.value_length")
     if value_length is not None and value_length != key_length:
         got = f"{shown(value_length)} and {shown(key_length)}"
-        raise GgufError(f"{name}.attention.value_length: must be the key_length, got {got}")
+        raise GgufError(f"{file.name}.attention.value_length: must be the key_length, got {got}")
     if key_length is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         return hidden // heads  # the config's check finds a remainder, by the shapes of tensors
     return key_length
@@ -168,7 +167,7 @@ def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
 def _token_ids(metadata: Mapping[str, Value], ends: Collection[str]) -> dict[str, object]:
     """`ends`: control tokens that end a text wherever they are in a vocabulary."""
     tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    ids = [metadata.get(f"tokenizer.ggml.{name}") for name in _END_IDS]
+    ids = [metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS]
     found = [token_id for token_id in ids if type(token_id) is int]
     if isinstance(tokens, list) and isinstance(kinds, list) and len(tokens) == len(kinds):
         found += [
@@ -182,16 +181,12 @@ def _token_ids(metadata: Mapping[str, Value], ends: Collection[str]) -> dict[str
     }
 
 
-def _rope(
-    name: str,
-    own: Mapping[str, Value],
-    settings: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    read_factors: ReadFactors,
-) -> dict[str, object]:
-    """The rotary embedding."""
+def _rope(file: FileSettings) -> dict[str, object]:
+    """The rotary embedding. Raises GgufError."""
+    name, own = file.name, file.own
     found: dict[str, object] = {"rope_theta": own.get("rope.freq_base", 10_000.0)}
-    head_dim, rotated = settings["head_dim"], own.get("rope.dimension_count", settings["head_dim"])
+    head_dim = file.settings["head_dim"]
+    rotated = own.get("rope.dimension_count", head_dim)
     if rotated != head_dim and not ARCHITECTURES[name].rotates_parts:
         raise GgufError(f"{name}.rope.dimension_count: must be {shown(head_dim)}, got {shown(rotated)}")
     if rotated != head_dim and isinstance(rotated, int) and isinstance(head_dim, int):
@@ -200,19 +195,19 @@ def _rope(
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
     if kind == "linear" and factor == 1.0:
         kind = "none"
-    factors = {key: read_factors(tensors[key]) for key in FACTORS if key in tensors}
+    factors = {key: file.read_factors(file.tensors[key]) for key in FACTORS if key in file.tensors}
     attention_factor = own.get("rope.scaling.attn_factor", 1.0)
     if attention_factor != 1.0 and (not factors or ROPE_FACTORS in factors):
         # llama.cpp multiplies it with the factor that follows from the scaling.
         got = f"without long factors, got {shown(attention_factor)}"
         raise GgufError(f"{name}.rope.scaling.attn_factor: is not supported {got}")
-    original = own.get("rope.scaling.original_context_length", settings["max_position_embeddings"])
+    original = own.get("rope.scaling.original_context_length", file.settings["max_position_embeddings"])
     if factors and kind in ("none", "longrope"):
-        return found | _longrope(name, settings, factors, original, attention_factor)
+        return found | _longrope(file, factors, original, attention_factor)
     if kind == "linear" and not factors:
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and not factors:
-        found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(name, own, original)
+        found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(file, original)
     elif kind != "none":
         also = f" with {min(factors)}" if factors else ""
         raise GgufError(f"{name}.rope.scaling.type: is not supported{also}, got {shown(kind)}")
@@ -220,36 +215,33 @@ def _rope(
 
 
 def _longrope(
-    name: str,
-    settings: Mapping[str, Any],
-    factors: Mapping[str, list[float]],
-    original: Value,
-    attention_factor: Value,
+    file: FileSettings, factors: Mapping[str, list[float]], original: Value, attention_factor: Value
 ) -> dict[str, object]:
     """All factors are divisors of the frequencies, which is what the library calls longrope."""
-    is_long = ROPE_FACTORS not in factors
+    is_long, longest = ROPE_FACTORS not in factors, file.settings["max_position_embeddings"]
     found: dict[str, object] = {
         "rope_scaling": {
             "rope_type": "longrope",
             "short_factor": factors.get(SHORT_FACTORS) if is_long else factors[ROPE_FACTORS],
             "long_factor": factors.get(LONG_FACTORS) if is_long else factors[ROPE_FACTORS],
-            "original_max_position_embeddings": original if is_long else settings["max_position_embeddings"],
+            "original_max_position_embeddings": original if is_long else longest,
             "attention_factor": attention_factor,
         }
     }
-    if is_long and name == "phi3":
+    if is_long and file.name == "phi3":
         found["original_max_position_embeddings"] = original
     return found
 
 
-def _yarn(name: str, own: Mapping[str, Value], original: Value) -> dict[str, object]:
+def _yarn(file: FileSettings, original: Value) -> dict[str, object]:
+    own = file.own
     found: dict[str, object] = {"original_max_position_embeddings": original}
-    if name == GPT_OSS:
+    if file.name == GPT_OSS:
         found["truncate"] = False  # as its makers have it: no file says so
     scale = own.get("rope.scaling.yarn_log_multiplier")
     if isinstance(scale, float):
         # Both are the same in all models, with few digits; files of DeepSeek have a tenth, in float32.
-        both = round(10 * scale if name == LATENT else scale, 6)
+        both = round(10 * scale if file.name == LATENT else scale, 6)
         found |= {"mscale": both, "mscale_all_dim": both}
     temperature = own.get("attention.temperature_scale")
     if temperature is not None:

@@ -9,7 +9,7 @@ from workers.models.family import Family, defaults
 from workers.models.respelled import kimi_settings, latent_settings
 from workers.models.values import names
 
-_DEEPSEEK_EXPERTS = replace(QWEN_EXPERTS, shared="mlp.shared_experts")
+DEEPSEEK_EXPERTS = replace(QWEN_EXPERTS, shared="mlp.shared_experts")
 _LATENT_READS = names(
     "attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts"
     " num_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size"
@@ -37,7 +37,7 @@ _DEEPSEEK_V3 = Family(
     reads=_LATENT_READS | {"rope_interleave"},
     latent_attention=True,
     respelled=latent_settings,
-    experts=_DEEPSEEK_EXPERTS,
+    experts=DEEPSEEK_EXPERTS,
     wide_routing=True,
     wide_router=True,
     sigmoid_routing=True,
@@ -124,7 +124,7 @@ LATENT: dict[str, Family] = {
         recurrent="kimi_delta",
         recurrent_place="self_attn",
         experts=replace(
-            _DEEPSEEK_EXPERTS,
+            DEEPSEEK_EXPERTS,
             gate="mlp.experts.{}.w1",
             up="mlp.experts.{}.w3",
             down="mlp.experts.{}.w2",

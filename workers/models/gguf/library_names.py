@@ -8,32 +8,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from workers.models.family import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, ExpertNames, Family, NormNames
+from workers.models.families.latent import DEEPSEEK_EXPERTS
+from workers.models.families.mixtures import QWEN_EXPERTS
+from workers.models.family import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, Family, NormNames
 from workers.models.gguf.names import Names
 
 _BEFORE_BOTH = NormNames(before_attention="input_layernorm")
-_PHI = Family(
-    norms=_BEFORE_BOTH,
-    attention_output="dense",
-    mlp_names=("fc1",),
-    mlp_down="fc2",
-    final_norm="final_layernorm",
-)
-_EXPERTS = ExpertNames(
-    "mlp.gate",
-    "mlp.experts.{}.gate_proj",
-    "mlp.experts.{}.up_proj",
-    "mlp.experts.{}.down_proj",
-)
-_SHARED_EXPERTS = replace(_EXPERTS, shared="mlp.shared_experts")
 _HUNYUAN = Family(qk_norm_names=("query_layernorm", "key_layernorm"))
 
 LIBRARY_FAMILIES: dict[str, Family] = {
     "cohere": Family(norms=_BEFORE_BOTH),
     "cohere2": Family(norms=_BEFORE_BOTH),
-    "dots1": Family(experts=_SHARED_EXPERTS, sigmoid_routing=True),
+    "dots1": Family(experts=DEEPSEEK_EXPERTS, sigmoid_routing=True),
     "ernie4_5_moe": Family(
-        experts=replace(_SHARED_EXPERTS, correction="mlp.moe_statics.e_score_correction_bias"),
+        experts=replace(DEEPSEEK_EXPERTS, correction="mlp.moe_statics.e_score_correction_bias"),
         sigmoid_routing=True,
     ),
     "exaone4": Family(norms=POST_NORMS),
@@ -47,16 +35,22 @@ LIBRARY_FAMILIES: dict[str, Family] = {
         ),
         mlp_names=("gate_up_proj",),
     ),
-    "glm4_moe": Family(experts=_SHARED_EXPERTS, sigmoid_routing=True),
+    "glm4_moe": Family(experts=DEEPSEEK_EXPERTS, sigmoid_routing=True),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": replace(
-        _HUNYUAN, experts=replace(_EXPERTS, router="mlp.gate.wg", shared="mlp.shared_mlp")
+        _HUNYUAN, experts=replace(QWEN_EXPERTS, router="mlp.gate.wg", shared="mlp.shared_mlp")
     ),
     "ministral3": Family(),
     "nemotron": Family(mlp_names=("up_proj",)),
     "olmo": Family(norms=NormNames()),
-    "olmoe": Family(experts=_EXPERTS),
-    "phi": _PHI,
+    "olmoe": Family(experts=QWEN_EXPERTS),
+    "phi": Family(
+        norms=_BEFORE_BOTH,
+        attention_output="dense",
+        mlp_names=("fc1",),
+        mlp_down="fc2",
+        final_norm="final_layernorm",
+    ),
     "stablelm": Family(norms=PRE_NORMS),
     "starcoder2": Family(mlp_names=("c_fc",), mlp_down="c_proj"),
 }

@@ -13,7 +13,7 @@ from kernels.rope import RopeSpec, rope_frequencies
 from workers.common.gguf.architectures import ARCHITECTURES
 from workers.common.gguf.header import Value
 from workers.common.gguf.own_settings import ROPE_FACTORS
-from workers.common.gguf.settings import LONG_FACTORS, SHORT_FACTORS
+from workers.common.gguf.settings import END_IDS, LONG_FACTORS, SHORT_FACTORS
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 from workers.models.gguf.library_names import LIBRARY_FAMILIES
@@ -26,7 +26,6 @@ _ARCHITECTURES = {
     if each.model_type not in LIBRARY_FAMILIES
 } | {"mistral": "llama", "ministral": "llama"}
 _WITH_WINDOW = ("llama", "gemma2", "gemma3", "phi3")
-_TOKENS_THAT_END = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def architecture_for(config: ModelConfig) -> str:
@@ -96,9 +95,9 @@ def model_metadata(config: ModelConfig, name: str, longest: int) -> dict[str, Va
 
 def end_metadata(end_ids: tuple[int, ...], bos: int | None) -> dict[str, Value]:
     """The tokens around texts; the first that ends them is the tokenizer's. Raises UnsupportedError."""
-    if len(end_ids) > len(_TOKENS_THAT_END):
-        raise UnsupportedError(f"eos_token_id: a file has at most {len(_TOKENS_THAT_END)}, got {[*end_ids]}")
-    found: dict[str, Value] = dict(zip(_TOKENS_THAT_END, end_ids, strict=False))
+    if len(end_ids) > len(END_IDS):
+        raise UnsupportedError(f"eos_token_id: a file has at most {len(END_IDS)}, got {[*end_ids]}")
+    found: dict[str, Value] = dict(zip(END_IDS, end_ids, strict=False))
     if bos is not None:
         found["bos_token_id"] = bos
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()}

@@ -36,9 +36,9 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 _MAX_PIECE_CHARACTERS = 256
 # Twice those of the largest known vocabulary, that of gemma3.
 _MAX_MERGES = 1 << 20
-# Their pieces are merged in the order of the vocabulary: their scores do not say it.
 # Of llama.cpp, by the names of sentence-transformers; 4 are scores of a reranker.
 _POOLINGS: Mapping[object, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
+# Their pieces are merged in the order of the vocabulary: their scores do not say it.
 _IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
 
 
@@ -143,7 +143,6 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str
     if is_gemma:
         # These have spaces where the library looks for the sign that stands for them.
         tokens = [token.replace(" ", _SPACE) if not token.strip(" ") else token for token in tokens]
-    if is_gemma:
         scores: Sequence[float] = range(0, -len(tokens), -1)
     else:
         given = metadata.get(f"{PREFIX}scores")

@@ -174,8 +174,7 @@ class GatheredModel(LibraryModel):
         shapes = [tensor.shape for tensor in self._cache.state()]
         keys.length = len(tokens)
         self._call(tokens[:1], len(tokens), none)
-        self._cache.probed(shapes)
-        self.state_shapes = self._cache.state_shapes
+        self.state_shapes = self._cache.probed(shapes)
         seen = keys.seen
         if not seen and not self.state_shapes:
             self._computes_all = True

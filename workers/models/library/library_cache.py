@@ -169,15 +169,10 @@ class _CompressedLayer(DynamicSlidingWindowLayer):
 
 
 class LibraryCache:
-    """The cache of one sequence at a time, which takes the place of the one before.
-
-    Attributes:
-        state_shapes: Of the tensors of a state. `probed` finds them.
-    """
+    """The cache of one sequence at a time, which takes the place of the one before."""
 
     def __init__(self, module: PreTrainedModel, parameters: Collection[str]) -> None:
         """Ask the model for a cache. `parameters`: the names of the arguments of its forward."""
-        self.state_shapes: tuple[StateShape, ...] = ()
         self._name = next((name for name in _ARGUMENTS if name in parameters), "")
         token = torch.zeros((1, 1), dtype=torch.int64, device=module.device)
         before = [getattr(part, name) for part, name in _attributes(module)]
@@ -226,13 +221,13 @@ class LibraryCache:
         """That after the last forward, until the next one."""
         return [*self._tensors_of_cache(), *(getattr(part, name) for part, name in self._attributes)]
 
-    def probed(self, before: Sequence[torch.Size]) -> None:
-        """Note what a state is, after a second forward. Raises ModelError if `before` it had other shapes."""
+    def probed(self, before: Sequence[torch.Size]) -> tuple[StateShape, ...]:
+        """What a state is, after a second forward. Raises ModelError if `before` it had other shapes."""
         state = self.state()
         if [tensor.shape for tensor in state] != [*before]:
             raise ModelError("its cache has more than keys and values that grows with the text")
-        self.state_shapes = tuple(StateShape(tuple(tensor.shape), tensor.dtype) for tensor in state)
         self._filled = self._cache
+        return tuple(StateShape(tuple(tensor.shape), tensor.dtype) for tensor in state)
 
     def _set_keys(self, keys: Keys) -> None:
         if isinstance(self._cache, _StoredKeys):
