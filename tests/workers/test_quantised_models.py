@@ -48,7 +48,7 @@ def run_check(directory: Path, format_name: str, dtype: torch.dtype = torch.floa
 # with experts beside a shared one, which has a gate or none.
 DENSE = ("qwen3", "llama with biases", "gemma2", "phi3", "olmo2", "qwen2_moe", "granitemoeshared")
 # With recurrent layers, whose other parameters are not quantised.
-PROVEN = (*DENSE, "lfm2", "granite hybrid", "jamba", "qwen3_next")
+PROVEN = (*DENSE, "lfm2", "granite hybrid", "jamba", "mamba2", "qwen3_next")
 
 
 @pytest.mark.parametrize("name", PROVEN)

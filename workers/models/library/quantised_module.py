@@ -92,7 +92,8 @@ def separate_experts(module: Any, family: Family) -> Iterator[dict[str, nn.Param
     stacked = {}
     names = family.experts
     parameters = {family.renamed_tensor(name): each for name, each in module.named_parameters()}
-    for index, layer in enumerate(module.model.layers):
+    # A model without experts may have its layers elsewhere.
+    for index, layer in enumerate(() if names is None else module.model.layers):
         block = next((part for part in layer.children() if hasattr(part, "experts")), None)
         if names is None or block is None:
             continue
