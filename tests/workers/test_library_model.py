@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.bad_directories import setting
@@ -130,6 +131,24 @@ def test_a_family_with_recurrent_layers_computes_what_the_library_does(model_typ
     model = make_library_model(tiny_model(model_type, **RECURRENT[model_type]))
     assert isinstance(model, GatheredModel) and model.state_shapes and model.has_hidden_states
     check_over_pages(model)
+
+
+def test_what_rounding_hides_in_logits_is_still_no_state_to_go_on_from() -> None:
+    """RecurrentGemma's convolution begins anew in a forward of several tokens, whatever the weights.
+
+    With these ones, and in half precision, the logits are hardly others.
+    """
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(tiny_config("recurrent_gemma"), dtype=torch.bfloat16)
+    model = make_library_model(module)
+    later: list[int] = []
+    module.register_forward_pre_hook(
+        lambda _, __, asked: later.extend([asked["input_ids"].numel()] * bool(asked["position_ids"].min())),
+        with_kwargs=True,
+    )
+    texts = random_texts(0, (50,))
+    rows_in_chunks(model, texts, poisoned_pages(model), new_packer(0), random.Random(0), None)
+    assert set(later) == {1}
 
 
 def test_a_packed_model_runs_text_by_text_as_well() -> None:

@@ -187,16 +187,21 @@ class GatheredModel(LibraryModel):
         """Whether a forward of several tokens goes on from a state; some families' code begins anew."""
         vocab_size = self.module.config.get_text_config(decoder=True).vocab_size
         tokens = torch.arange(_FIRST_TOKENS + _MORE_TOKENS, device=self.device) * 31 % vocab_size
-        rows, logits = list[torch.Tensor](), torch.empty(0)
+        ends = list[list[torch.Tensor]]()
         for sizes in ((_FIRST_TOKENS, _MORE_TOKENS), (_FIRST_TOKENS, *[1] * _MORE_TOKENS)):
-            keys = ProbedKeys()
+            keys, logits = ProbedKeys(), torch.empty(0)
             self._cache.start(keys)
             for start, end in pairwise(accumulate(sizes, initial=0)):
                 keys.length = start
                 logits = self._call(tokens[start:end], start, torch.tensor([end - start - 1])).logits
-            rows.append(logits[0, -1].float())
-        error = (rows[0] - rows[1]).norm() / rows[1].norm()
-        return bool(error <= tolerance(self.dtype))
+            # What is lost of a state may be less than rounding in logits, but never in the states after it.
+            # The first of a kind has been rounded least.
+            states = {(one.shape, one.dtype): one for one in reversed(self._cache.state())}
+            ends.append([one.to(torch.float32, copy=True) for one in (logits[0, -1], *states.values())])
+        return all(
+            bool((at_once - one_by_one).norm() <= tolerance(self.dtype) * one_by_one.norm())
+            for at_once, one_by_one in zip(*ends, strict=True)
+        )
 
 
 def _all_tokens(keys: Keys, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
