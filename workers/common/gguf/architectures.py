@@ -437,7 +437,7 @@ def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
         raise GgufError(f"general.architecture: must be the name of an architecture, got {shown(name)}")
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise GgufError(f"general.architecture: must be one of {known}, got {shown(name)}")
+        raise GgufError(f"general.architecture: {shown(name)} is none of {known}")
     return name, ARCHITECTURES[name]
 
 
