@@ -139,7 +139,8 @@ def test_what_rounding_hides_in_logits_is_still_no_state_to_go_on_from() -> None
     With these ones, and in half precision, the logits are hardly others.
     """
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(tiny_config("recurrent_gemma"), dtype=torch.bfloat16)
+    make: Any = AutoModelForCausalLM.from_config
+    module = make(tiny_config("recurrent_gemma"), dtype=torch.bfloat16)
     model = make_library_model(module)
     later: list[int] = []
     module.register_forward_pre_hook(
