@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 
 from workers.models.registry import FAMILIES
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -21,7 +21,6 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    "tie_word_embeddings": False,
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -425,7 +424,7 @@ def by_turns(
 def settings_of(name: str) -> tuple[str, dict[str, Any]]:
     """The family of a model, and all settings of its config."""
     model_type, settings = MODELS[name]
-    return model_type, {**_SIZES, **settings}
+    return model_type, {**SIZES, "tie_word_embeddings": False, **settings}
 
 
 def seeing_config() -> Any:

@@ -104,13 +104,7 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     rope = config.rope_parameters or {}
     full = rope.get("full_attention", rope)
     found: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        **library.sizes_of(config),
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(full.get("rope_theta", 10_000.0)),
         "rope.dimension_count": int(head_dim * full.get("partial_rotary_factor", 1.0)),

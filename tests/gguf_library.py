@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from tests.families import SIZES
+
 NAMES = {
     "cohere": "command-r", "cohere2": "cohere2", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe",
     "exaone4": "exaone4", "gemma4_text": "gemma4", "glm4": "glm4", "glm4_moe": "glm4moe",
@@ -19,18 +21,6 @@ NAMES = {
 }  # fmt: skip
 # What their converters rotate in the order of llama.
 INTERLEAVED = ("mistral3", "olmo")
-_SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _EXPERTS = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -119,7 +109,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def settings_of(name: str) -> tuple[str, dict[str, Any]]:
     """The type of a model, and all settings of its config."""
     model_type, settings = MODELS[name]
-    return model_type, {**_SIZES, **settings}
+    return model_type, {**SIZES, **settings}
+
+
+def sizes_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Those that each file has, by their keys below the architecture."""
+    return {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+    }
 
 
 def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
@@ -129,13 +132,7 @@ def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters or {}
     found: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        **sizes_of(config),
         "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "attention.key_length": head_dim,

@@ -44,6 +44,14 @@ def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     return found | _qwen(name, config, head_dim, rope)
 
 
+def _short_convolutions(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": _kv_heads(config),
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+
+
 def _lfm2(config: PreTrainedConfig) -> dict[str, Any]:
     width = config.intermediate_size
     if config.block_auto_adjust_ff_dim:
@@ -51,18 +59,14 @@ def _lfm2(config: PreTrainedConfig) -> dict[str, Any]:
         width = -(-width // config.block_multiple_of) * config.block_multiple_of
     return {
         "feed_forward_length": width,
-        "attention.head_count_kv": _kv_heads(config),
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "shortconv.l_cache": config.conv_L_cache,
+        **_short_convolutions(config),
     }
 
 
 def _lfm2_moe(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "feed_forward_length": config.intermediate_size,
-        "attention.head_count_kv": _kv_heads(config),
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "shortconv.l_cache": config.conv_L_cache,
+        **_short_convolutions(config),
         "expert_count": config.num_experts,
         "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.moe_intermediate_size,
