@@ -333,10 +333,10 @@ class Config:
     max_lease_s: float = setting(float(DAY_S), "longest lease of a cache", Range(1, YEAR_S))
     max_request_bytes: int = setting(16 * MIB, "maximum size of a request", MESSAGE_BYTES)
     max_response_bytes: int = setting(64 * MIB, "maximum size of a response", MESSAGE_BYTES)
-    max_caches: int = setting(65_536, "maximum caches in total", Range(1, 1 << 24))
     max_journal_bytes: int = setting(
         256 * MIB,
-        "maximum size of the journal's contents: 4 bytes per token, which forks share, and 664 per cache",
+        "maximum size of the journal's contents: 4 bytes per token, which forks share, and 664 per cache; and"
+        " a cache for each 4096 of them at most",
         MEMORY_BYTES,
     )
     max_unread_bytes: int = setting(
@@ -366,31 +366,22 @@ class Config:
     )
     heartbeat_timeout_s: float = setting(
         10.0,
-        "a worker that sends nothing for this time is killed and replaced",
+        "a worker that sends nothing for this time is killed and replaced; so is one whose step takes longer"
+        " than six times this and 20 times the expected time",
         TIMEOUT_S,
         group="worker health",
     )
-    step_timeout_s: float = setting(
-        60.0,
-        "a worker is killed and replaced if a step takes longer than this and 20 times the expected time",
-        TIMEOUT_S,
-    )
     journal: str = setting(
         AUTO,
-        "storage of the journal of caches; auto is disk, in data_dir, if there is one, else memory;"
-        " postgresql://... is a database of PostgreSQL, with peer_listen; other addresses are for extensions",
+        "storage of the journal of caches: disk, in data_dir, survives a crash of the gateway, disk-fsync"
+        " also one of the machine; auto is disk if there is a data_dir, else memory; postgresql://... is a"
+        " database of PostgreSQL, with peer_listen; other addresses are for extensions",
         Text(
             is_journal,
-            f"must be {AUTO}, disk, memory, or postgresql://USER@HOST/DATABASE without a password, which"
-            " PGPASSWORD or a password file (PGPASSFILE) has",
+            f"must be {AUTO}, disk, disk-fsync, memory, or postgresql://USER@HOST/DATABASE without a"
+            " password, which PGPASSWORD or a password file (PGPASSFILE) has",
         ),
         group="state on disk",
-    )
-    journal_sync: str = setting(
-        "normal",
-        "durability of an answer with disk: normal survives a crash of the gateway, full also one of the"
-        " machine; postgresql survives both",
-        ("normal", "full"),
     )
     orphan_grace_s: float = setting(
         60.0,
@@ -467,6 +458,16 @@ class Config:
     def default_lease_s(self) -> float:
         """The lease of a cache if its call gives none."""
         return min(_DEFAULT_LEASE_S, self.max_lease_s)
+
+    @property
+    def max_caches(self) -> int:
+        """In total: one takes 2.4 kB of memory beside its tokens, and the journal counts 664 of them."""
+        return max(1, self.max_journal_bytes // (4 << 10))
+
+    @property
+    def step_timeout_s(self) -> float:
+        """How long any step may take: a worker that computes still sends heartbeats."""
+        return 6 * self.heartbeat_timeout_s
 
     @property
     def max_arriving_bytes(self) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from service.config import Config
 from service.journal.segments import has_journal
-from service.setting_rules import POSTGRES
+from service.setting_rules import DISK_JOURNALS, POSTGRES
 from service.settings import ConfigError
 from workers.common.trusted import require_trusted
 
@@ -123,6 +123,6 @@ def check_own_journal(config: Config, directory: Path | None) -> None:
         if config.journal.startswith(POSTGRES):
             why += " without peer_listen"
         raise ConfigError("journal", "", config.journal, why)
-    if config.journal == "disk" and directory is None:
+    if config.journal in DISK_JOURNALS and directory is None:
         why = "needs a data_dir if the port is chosen at each start"
         raise ConfigError("journal", "", config.journal, why)

@@ -18,6 +18,8 @@ from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 AUTO = "auto"
 # What the address of a journal in PostgreSQL begins with.
 POSTGRES = ("postgresql://", "postgres://")
+# With the second, each commit is on the disk before it is answered.
+DISK_JOURNALS = ("disk", "disk-fsync")
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 # The names in the tables of service/text/output_formats.py.
 TOOL_CALL_PARSERS = (
@@ -146,7 +148,7 @@ def _port(address: str) -> int:
 def is_journal(value: str) -> bool:
     """Whether it is a kind of journal, or the address of one elsewhere, which has no password in it."""
     if "://" not in value:
-        return value in (AUTO, "disk", "memory")
+        return value in (AUTO, *DISK_JOURNALS, "memory")
     address = urllib.parse.urlsplit(value)
     asked = urllib.parse.parse_qs(address.query, keep_blank_values=True)
     return ":" not in address.netloc.rpartition("@")[0] and not {"password", "sslpassword"} & asked.keys()

@@ -104,5 +104,5 @@ async def open_own_journal(config: Config, directory: Path | None, apply: Apply)
         return Journal()
     if config.journal == "memory":
         return LockedDirectory(directory)
-    sync: Sync = "full" if config.journal_sync == "full" else "normal"
+    sync: Sync = "full" if config.journal == "disk-fsync" else "normal"
     return FileJournal(directory, apply, sync)

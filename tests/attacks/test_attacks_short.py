@@ -30,7 +30,6 @@ SLACK_MIB = 128
 FLAGS = {
     "--max-unread-bytes": UNREAD_MIB << 20,
     "--max-journal-bytes": JOURNAL_MIB << 20,
-    "--max-caches": 4096,
     "--kv-pages": 4096,
     "--message-timeout-s": 2,
 }

@@ -58,7 +58,7 @@ def opened(kind: str, directory: Path) -> Journal:
     return asyncio.run(open_own_journal(Config(journal=kind), directory, none))
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["memory", "disk", "disk-fsync"])
 def test_a_data_directory_is_one_servers_whatever_its_journal(tmp_path: Path, kind: str) -> None:
     """Adapters and loaded weights are in it, too."""
     directory = tmp_path / "data"

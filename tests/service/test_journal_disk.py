@@ -22,11 +22,13 @@ import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
+from service.config import Config
 from service.extensions.conformance import appended, commit, created, facts
 from service.journal import file_journal, segments, stored
 from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
+from service.shard import open_own_journal
 from tests.service import journal_damage as faults
 from tests.service.changed_segments import change_segment
 from tests.service.journal_damage import Change
@@ -68,10 +70,11 @@ async def test_commits_are_written_before_the_call_returns(tmp_path: Path, sync:
             assert await done
 
 
-async def test_with_full_each_commit_is_synced_before_it_is_told(
+async def test_with_fsync_each_commit_is_synced_before_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(open_journal(tmp_path, "full")) as journal:
+    config = Config(journal="disk-fsync")
+    with contextlib.closing(await open_own_journal(config, tmp_path, lambda *_: None)) as journal:
         sizes: list[int] = []
         fdatasync = os.fdatasync
 

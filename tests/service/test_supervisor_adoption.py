@@ -93,7 +93,7 @@ async def test_kept_sequences_are_reported_with_ready(bench_of: MakeBench) -> No
 async def test_adopted_worker_that_does_not_become_ready_is_replaced(
     bench_of: MakeBench, behave: Behaviour
 ) -> None:
-    bench = bench_of(works, heartbeat_timeout_s=0.3, step_timeout_s=0.1, suspect_after_s=0.2)
+    bench = bench_of(works, heartbeat_timeout_s=0.3, suspect_after_s=0.2)
     left = add_orphan(bench, behave)
     async with running(bench):
         told = await bench.events(2 if behave is never_answers_adopt else 1)

@@ -30,8 +30,6 @@ from tests.soak.server import Server
 from tests.soak.tally import Tally
 
 _LONGEST = 150
-# By this a worker is found out one of whose ranks is stopped.
-_STEP_TIMEOUT_S = "3"
 # More than a worker has room for.
 _ADAPTERS = 4
 _CHANNEL = (
@@ -136,7 +134,7 @@ def _main() -> int:
         if options.kv_disk:
             parts = DiskInjector, on_disk(Path(scratch))
         if options.tensor_parallel > 1:
-            flags = ["--tensor-parallel", str(options.tensor_parallel), "--step-timeout-s", _STEP_TIMEOUT_S]
+            flags = ["--tensor-parallel", str(options.tensor_parallel)]
             parts = RanksInjector, flags
         tally = asyncio.run(soak(options, Path(scratch), *parts))
     asked = shlex.join(["python", "-m", "tests.soak", *sys.argv[1:]])
