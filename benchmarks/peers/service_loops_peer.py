@@ -6,49 +6,29 @@ The loops are those of the recipes. The prompts of a turn are new, and the same 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
-from quire import (
-    AsyncClient,
-    Cache,
-    Client,
-    OutputOptions,
-    ScoreItem,
-    checked,
-    output_options,
-)
+from quire import AsyncClient, Cache, Client, OutputOptions, ScoreItem, checked, output_options
 
-from benchmarks.gateway_process import GatewayProcess
-from benchmarks.peers.base import Peer, PeerConfig, Sample, peak_memory_bytes, prompts, timed
+from benchmarks.peers.base import PeerConfig, Sample, prompts, timed
+from benchmarks.peers.grpc_peer import GrpcPeer
 
 _TIMEOUT_S = 300.0
 
 
-class ServiceLoopsPeer(Peer):
+class ServiceLoopsPeer(GrpcPeer):
     """Loops of one caller use unary calls and batches; `chats` are independent callers."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._vocab_size = config.shape.vocab_size
         flags = ["--threads-per-worker", str(config.threads), "--kv-pages", str(config.kv_pages)]
-        self._gateway = GatewayProcess(model=str(config.model_dir()), flags=flags, root=config.root)
-        self._gateway.__enter__()
-        self._worker_pid = self._gateway.status().workers[0].pid
-        self._client = Client(self._gateway.address, timeout_s=_TIMEOUT_S)
+        super().__init__(config, str(config.model_dir()), flags)
+        self._client = Client(self.gateway.address, timeout_s=_TIMEOUT_S)
         self._turns = 0
-
-    def versions(self) -> dict[str, str]:
-        return {name: version(name) for name in ("quire-llm-server", "grpcio", "protobuf")}
-
-    def memory(self) -> dict[str, int]:
-        pids = {"gateway": self._gateway.process.pid, "worker": self._worker_pid}
-        return {name: peak_memory_bytes(pid) for name, pid in pids.items()}
 
     def close(self) -> None:
         self._client.close()
-        self._gateway.stop()
-        shutil.rmtree(self._gateway.log_path.parent)
+        super().close()
 
     def loop(self, name: str, seed: int, sizes: dict[str, int]) -> Sample:
         """The loop of this name, once."""
@@ -78,7 +58,7 @@ class ServiceLoopsPeer(Peer):
                     await cache.decode(cache.output.token_id)
 
         async def all_chats() -> None:
-            async with AsyncClient(self._gateway.address, timeout_s=_TIMEOUT_S) as client:
+            async with AsyncClient(self.gateway.address, timeout_s=_TIMEOUT_S) as client:
                 await asyncio.gather(*(chat(client, prompt) for prompt in all_prompts))
 
         return _sample(lambda: asyncio.run(all_chats()), chats * tokens)

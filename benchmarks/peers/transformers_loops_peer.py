@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from benchmarks.peers.base import PeerConfig, Sample, prompts, timed
+from benchmarks.peers.base import Sample, prompts, timed
 from benchmarks.peers.transformers_peer import TransformersPeer
 
 
 class TransformersLoopsPeer(TransformersPeer):
     """Samples from the softmax of float32 logits, with torch's generator."""
-
-    def __init__(self, config: PeerConfig) -> None:
-        super().__init__(config)
-        self._vocabulary = config.shape.vocab_size
 
     def loop(self, name: str, seed: int, sizes: dict[str, int]) -> Sample:
         """The loop of this name, once."""
@@ -33,7 +29,7 @@ class TransformersLoopsPeer(TransformersPeer):
         return _sample(lambda: self._greedy(prompt, tokens), tokens)
 
     def chats(self, chats: int, context: int, tokens: int, seed: int) -> Sample:
-        all_prompts = torch.tensor(prompts(self._vocabulary, chats, context, seed))
+        all_prompts = torch.tensor(prompts(self._vocab_size, chats, context, seed))
 
         def work() -> None:
             # All in one batch, which requires prompts of one length that arrive together.
@@ -72,8 +68,8 @@ class TransformersLoopsPeer(TransformersPeer):
             for _ in range(tokens - 1):
                 logprobs = self._logits(chosen[:, None], cache)[:, -1].float().log_softmax(-1)
                 scores, best = (scores[:, None] + logprobs).flatten().topk(beams)
-                cache.batch_select_indices(best // self._vocabulary)
-                chosen = best % self._vocabulary
+                cache.batch_select_indices(best // self._vocab_size)
+                chosen = best % self._vocab_size
                 chosen.tolist()
 
         return _sample(work, beams * tokens)
@@ -126,7 +122,7 @@ class TransformersLoopsPeer(TransformersPeer):
 
     def masked(self, context: int, tokens: int, allowed: int, seed: int) -> Sample:
         (prompt,) = self._drawn(1, context, seed)
-        masks = [torch.tensor(ids) for ids in prompts(self._vocabulary, tokens, allowed, seed)]
+        masks = [torch.tensor(ids) for ids in prompts(self._vocab_size, tokens, allowed, seed)]
 
         def work() -> None:
             cache = self._new_cache()
@@ -143,7 +139,7 @@ class TransformersLoopsPeer(TransformersPeer):
 
     def _drawn(self, batch: int, tokens: int, seed: int) -> list[Tensor]:
         """[1, tokens] each."""
-        return [torch.tensor([ids]) for ids in prompts(self._vocabulary, batch, tokens, seed)]
+        return [torch.tensor([ids]) for ids in prompts(self._vocab_size, batch, tokens, seed)]
 
     def _greedy(self, prompt: Tensor, tokens: int, cache: DynamicCache | None = None) -> list[int]:
         cache = self._new_cache() if cache is None else cache

@@ -106,7 +106,6 @@ class OpenAiFront(Extension):
                 *shared,
                 ResponsesResponse,
                 earlier=functools.partial(earlier_messages, stored=stored),
-                going_on=lambda earlier: functools.partial(responses, stored=stored, earlier=earlier),
             ),
             **{
                 path: EmbeddingHandler(parse, self._models, self._state, embedder, cross_encoder, self.bodies)

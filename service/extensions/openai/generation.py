@@ -25,7 +25,7 @@ from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.prompts import Prompt, prompts_of
-from service.extensions.openai.requests import CompletionRequest, ResolveModel
+from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.answer_parts import formats_of_model
@@ -38,7 +38,6 @@ Forward: TypeAlias = Callable[
     [executor_pb2.ForwardRequest, "grpc.aio.ServicerContext[Any, Any]"],
     Awaitable[executor_pb2.ForwardResponse],
 ]
-Parse: TypeAlias = Callable[[object, ResolveModel], CompletionRequest]
 # A response is sent in parts of about this size.
 _PART_BYTES = 1 << 16
 JSON = (b"content-type", b"application/json")
@@ -54,10 +53,10 @@ _EVENT_STREAM = [
 class CompletionHandler:
     """Handles completions or chats, depending on `parse`. An ASGI application.
 
-    `parse` makes a request of a body.
+    `parse` makes a request of a body and `resolve`, and of what it goes on from, by the name `earlier`.
     """
 
-    parse: Parse
+    parse: Callable[..., CompletionRequest]
     executions: Executions
     models: Models
     state: ServerState
@@ -69,9 +68,8 @@ class CompletionHandler:
         CompletionResponse
     )
     needs_text: bool = True
-    # What a request goes on from, as JSON; empty: nothing. Then `going_on` has the `parse` for it.
+    # What a request goes on from, as JSON; empty: nothing.
     earlier: Callable[[object], bytes] = lambda _: b""
-    going_on: Callable[[Any], Parse] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
@@ -85,8 +83,8 @@ class CompletionHandler:
         (value,) = body
         if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
             await self.state.first_worker(None)
-        parse = self.going_on(earlier) if earlier and self.going_on is not None else self.parse
-        completion_request = parse(value, self._resolve)
+        going_on = {"earlier": earlier} if earlier else {}
+        completion_request = self.parse(value, self._resolve, **going_on)
         body.clear()
         del value
         try:
