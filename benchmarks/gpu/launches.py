@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -105,16 +106,12 @@ def _described(argument: Any, *, any_value: bool, any_address: bool) -> Argument
 def recording() -> Iterator[set[Launch]]:
     """Collects what is launched, with nothing launched."""
     found: set[Launch] = set()
-    launch = Variant.launch
 
     def record(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:  # noqa: ARG001 - as launched
         found.add(Launch.of(variant, arguments))
 
-    setattr(Variant, "launch", record)  # noqa: B010 - mypy knows that it is a method
-    try:
+    with mock.patch.object(Variant, "launch", record):
         yield found
-    finally:
-        setattr(Variant, "launch", launch)  # noqa: B010
 
 
 @contextmanager
@@ -127,16 +124,9 @@ def as_on(device: Device) -> Iterator[None]:
         (variants, "architecture_of", lambda _: architecture),
         (lora, "_has_triton_kernels", lambda _: True),
         (gpu_format, "is_gpu", lambda _: True),
+        (torch.Tensor, "is_cuda", True),
     ]
-    before = [(where, name, getattr(where, name)) for where, name, _ in answers]
-    for where, name, answer in answers:
-        setattr(where, name, answer)
-    inherited = "is_cuda" not in vars(torch.Tensor)
-    setattr(torch.Tensor, "is_cuda", True)  # noqa: B010 - mypy knows that it is read-only
-    try:
+    with ExitStack() as stack:
+        for answer in answers:
+            stack.enter_context(mock.patch.object(*answer))
         yield
-    finally:
-        if inherited:
-            delattr(torch.Tensor, "is_cuda")
-        for where, name, answer in before:
-            setattr(where, name, answer)
