@@ -45,8 +45,7 @@ class PeerHangs(PeerFailed):
 class PeerProcess:
     """One competitor. It loads with its first call. Its log is kept."""
 
-    def __init__(self, config: PeerConfig, log_dir: Path, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, config: PeerConfig, log_dir: Path) -> None:
         self.broken = ""
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
@@ -54,11 +53,10 @@ class PeerProcess:
         self._process.start()
         theirs.close()
 
-    def call(self, method: str, *, timeout_s: float | None = None, **arguments: object) -> Any:
+    def call(self, method: str, *, timeout_s: float = _CALL_TIMEOUT_S, **arguments: object) -> Any:
         """Calls a method of the peer. Raises Unavailable and PeerFailed; PeerHangs if it does not answer."""
         if self.broken:
             raise PeerFailed(self.broken)
-        timeout_s = timeout_s or self._timeout_s
         try:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(timeout_s):

@@ -387,8 +387,7 @@ class DevicePeer(Peer):
     def load_peer(self, shape_name: str, way: str, context_tokens: int) -> None:
         """Transformers in this process, in place of what was loaded; `way`: see `StaticPeer`."""
         self.release()
-        self._peer = StaticPeer(dataclasses.replace(self._config, name=f"static-{way}"))
-        self._peer.load(shape_name, 0, context_tokens, 0)
+        self._peer = StaticPeer(shape_name, way, context_tokens, self._device)
 
     def decode_peer(self, batch: int) -> Sample:
         """Decode steps of transformers."""

@@ -43,15 +43,15 @@ class Compiled:
     error: str = ""
 
 
-def current_device(index: int = 0) -> Device:
-    """Describes a CUDA device of this machine."""
+def current_device() -> Device:
+    """Describes the first CUDA device of this machine."""
     import torch
 
     from benchmarks.gpu.launches import Device
     from kernels.cuda.paged_attention import limits_of
 
-    limits = limits_of(torch.device("cuda", index))
-    return Device(torch.cuda.get_device_capability(index), limits.multiprocessors, limits.shared_bytes)
+    limits = limits_of(torch.device("cuda", 0))
+    return Device(torch.cuda.get_device_capability(0), limits.multiprocessors, limits.shared_bytes)
 
 
 def precompile(

@@ -1,8 +1,4 @@
-"""transformers on a GPU with its fastest settings: decode with a static cache.
-
-Three ways, each a process of its own, the faster the more it asks of the machine: compiled by torch.compile
-with its own CUDA graphs, a graph captured here around the model's forward, and eager.
-"""
+"""transformers on a GPU: decode with a static cache, in a graph that is captured here, or eager."""
 
 from __future__ import annotations
 
@@ -10,45 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from benchmarks.peers.base import SETTLING_STEPS, Peer, PeerConfig, Sample, timed_steps
+from benchmarks.peers.base import SETTLING_STEPS, Sample, timed_steps
 from benchmarks.shapes import SHAPES
 
-# Warm-up steps. Compilation and graph capture need more than one.
+# Warm-up steps. Graph capture needs more than one.
 _WARM_UPS = 3
 _STEPS = 15
 _MAX_TURNS = 12
 
 
-class StaticPeer(Peer):
-    """The mode is in the name after the last hyphen. Positions continue over turns, up to the cache's end."""
+class StaticPeer:
+    """A model with random weights. Positions continue over turns, up to the cache's end."""
 
-    def __init__(self, config: PeerConfig) -> None:
-        self._way = config.name.rpartition("-")[2]
-        self._device = torch.device("cpu" if config.rehearsal else "cuda:0")
-        self._dtype = torch.float32 if config.rehearsal else torch.bfloat16
-        self._model: Any = None
-        self._context_tokens = 0
+    def __init__(self, shape_name: str, way: str, context_tokens: int, device: torch.device) -> None:
+        """`way`: graph or eager."""
+        self._way, self._context_tokens, self._device = way, context_tokens, device
         self._steps: dict[int, Callable[[], None]] = {}
-
-    def versions(self) -> dict[str, str]:
-        return {"transformers": transformers.__version__, "torch": torch.__version__}
-
-    def load(self, shape_name: str, batch: int, context_tokens: int, prompt_tokens: int) -> None:  # noqa: ARG002
-        """Creates random weights on the device, in evaluation mode."""
         config = Qwen3Config(**SHAPES[shape_name].hf_config())
         config._attn_implementation = "sdpa"  # noqa: SLF001 - what from_pretrained sets for its argument
         torch.manual_seed(0)
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
+        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
         try:
-            with torch.device(self._device):
-                self._model = Qwen3ForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+            with device:
+                self._model: Any = Qwen3ForCausalLM(config).eval()  # type: ignore[no-untyped-call]
         finally:
             torch.set_default_dtype(before)
-        self._context_tokens = context_tokens
 
     @torch.inference_mode()
     def decode(self, batch: int) -> Sample:
@@ -56,9 +41,6 @@ class StaticPeer(Peer):
         if batch not in self._steps:
             self._steps[batch] = self._make_step(batch)
         return Sample(timed_steps(self._steps[batch], _STEPS), batch)
-
-    def release(self) -> None:
-        self._model, self._steps = None, {}
 
     def _make_step(self, batch: int) -> Callable[[], None]:
         length = self._context_tokens + _MAX_TURNS * (SETTLING_STEPS + _STEPS) + 2 * _WARM_UPS
@@ -68,8 +50,6 @@ class StaticPeer(Peer):
         )
         forward = self._model.forward
         fed = _next_tokens(forward, prompt, cache)  # [B, 1], in one place for good
-        if self._way == "compiled":
-            forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
 
         def once() -> None:
             fed.copy_(_next_tokens(forward, fed, cache))
