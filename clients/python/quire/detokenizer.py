@@ -47,7 +47,7 @@ class Detokenizer:
     def __init__(self, tokenizer: TokenDecoder, context: Sequence[int] = ()) -> None:
         """`context`: tokens before the first one, such as the prompt. Their text is not returned."""
         self._tokenizer = tokenizer
-        self._byte_of = bytes_of(tokenizer)
+        self._byte_of = _bytes_of(tokenizer)
         # The last tokens before the run of bytes, and their text.
         self._ids: list[int] = []
         self._text = ""
@@ -195,7 +195,7 @@ def decoder_types(decoder: Any) -> set[str]:
     return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
 
 
-def bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
+def _bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
     """The byte that a token stands for, or None. Only decoders with byte fallback have such tokens."""
     if "ByteFallback" not in decoder_types(getattr(tokenizer, "decoder", None)):
         return lambda _token_id: None

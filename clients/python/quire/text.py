@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import grpc
-from quire.detokenizer import Detokenizer, bytes_of
+from quire.detokenizer import Detokenizer
 from quire.errors import InternalError, PreconditionFailed
 from quire.v1 import executor_pb2
 
@@ -38,9 +38,6 @@ class ModelTokenizer:
         own_end = [found[1]] if found[1] is not None else []
         # The ids of the end tokens: those of the model's configs, and the tokenizer's own.
         self.end_ids = frozenset([*info.model.eos_token_ids, *own_end])
-        added = self.library.get_added_tokens_decoder()
-        self._special_ids = {token.content: each for each, token in added.items() if token.special}
-        self._byte_of = bytes_of(self.library)
         of_config = [info.model.bos_token_id] if info.model.HasField("bos_token_id") else []
         self._begin_ids = [*found, *of_config, *info.model.eos_token_ids]
 
@@ -56,10 +53,6 @@ class ModelTokenizer:
                 return token_id
         raise LookupError("the model names no token that begins or ends a text")
 
-    def special_id(self, text: str) -> int | None:
-        """The special token of this text, which `decode` leaves out; None: the text is not one."""
-        return self._special_ids.get(text)
-
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The tokens of a text, including the special tokens around it unless `special_tokens` is False."""
         return list(self.library.encode(text, add_special_tokens=special_tokens).ids)
@@ -67,10 +60,6 @@ class ModelTokenizer:
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """The text of tokens, without special tokens unless `special_tokens` is True."""
         return self.library.decode(list(token_ids), skip_special_tokens=not special_tokens)
-
-    def byte_of(self, token_id: int) -> int | None:
-        """The byte that a token stands for, if it is one of those (byte fallback)."""
-        return self._byte_of(token_id)
 
     def stream(self, context: Sequence[int] = ()) -> Detokenizer:
         """Decodes tokens as they arrive. `context` has the tokens before them, such as the prompt."""

@@ -29,7 +29,7 @@ class Tracing(Extension):
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: the collector's URL."""
         self._spans = Spans(endpoint)
-        self.calls, self.http = self._traced, self._traced_http
+        self.calls, self.http = self._traced, lambda app: TracedHttp(app, self._spans)
 
     def close(self) -> None:
         """Exports the last spans."""
@@ -65,9 +65,6 @@ class Tracing(Extension):
                     span.end()
 
         return handle
-
-    def _traced_http(self, app: Any) -> TracedHttp:
-        return TracedHttp(app, self._spans)
 
 
 def _describe(span: Span, error: BaseException, context: Any) -> grpc.StatusCode:
