@@ -292,19 +292,8 @@ class KvDisk:
 
     # Forwards that nobody wants any more. What is being read for them goes to the prefix cache.
 
-    def remove(self, op_id: int) -> Forward | None:
-        """Drop and return a waiting forward that is aborted."""
-        return next(iter(self._remove(lambda forward: forward.op_id == op_id)), None)
-
-    def expire(self, now_ns: int) -> list[Forward]:
-        """Drop and return the waiting forwards whose deadline has passed."""
-        return self._remove(lambda forward: forward.deadline_ns is not None and forward.deadline_ns < now_ns)
-
-    def drop_forwards(self) -> None:
-        """Drop all waiting forwards, which get no answer."""
-        self._remove(lambda _: True)
-
-    def _remove(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
+    def drop(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
+        """Drop and return waiting forwards, which get no answer."""
         removed = [waiting for waiting in self._waiting if unwanted(waiting.forward)]
         for waiting in removed:
             self._table.held.let_go(waiting.pages)

@@ -329,9 +329,13 @@ class StepLoop:
             self._admit(forward)
         return decodes.take(can_run)
 
+    def _expire_waiting(self, owner: AdapterTable[Any] | KvDisk) -> None:
+        now_ns = time.monotonic_ns()
+        for late in owner.drop(lambda one: one.deadline_ns is not None and one.deadline_ns < now_ns):
+            self._answers.results.append(Failed(late.op_id, FailureReason.TIMEOUT))
+
     def _advance_adapters(self, adapters: AdapterTable[Any]) -> None:
-        for forward in adapters.expire(time.monotonic_ns()):
-            self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        self._expire_waiting(adapters)
         ready, results = adapters.advance(self._scheduler.adapters)
         self._answers.results += results
         for forward in ready:
@@ -339,8 +343,7 @@ class StepLoop:
 
     def _advance_disk(self, kv_disk: KvDisk) -> None:
         kv_disk.write_more()
-        for forward in kv_disk.expire(time.monotonic_ns()):
-            self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        self._expire_waiting(kv_disk)
         self._take_read(kv_disk.give_up_if_stuck())
 
     def step(self) -> None:

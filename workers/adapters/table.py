@@ -205,21 +205,22 @@ class AdapterTable(Generic[_Weights]):
         results, self._results = self._results, []
         return ready, results
 
-    def remove(self, op_id: int) -> Forward | None:
-        """Drops and returns a waiting forward that is aborted."""
-        return next(iter(self._remove(lambda forward: forward.op_id == op_id)), None)
-
-    def expire(self, now_ns: int) -> list[Forward]:
-        """Drops and returns the waiting forwards whose deadline has passed."""
-        return self._remove(lambda forward: forward.deadline_ns is not None and forward.deadline_ns < now_ns)
-
-    def drop_forwards(self) -> None:
-        """Drops all waiting forwards, which get no answer."""
-        self._remove(lambda _: True)
+    def drop(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
+        """Drops and returns waiting forwards, which get no answer."""
+        removed: list[Forward] = []
+        still: deque[Forward] = deque()
+        for forward in self._waiting:
+            (removed if unwanted(forward) else still).append(forward)
+        self._waiting = still
+        for forward in removed:
+            known = self._known.get(forward.adapter)
+            if known is not None:
+                known.waiting -= 1
+        return removed
 
     def clear(self) -> None:
         """Drops all waiting forwards and answers. Resident adapters stay."""
-        self.drop_forwards()
+        self.drop(lambda _: True)
         self._results = []
         for known in self._known.values():
             known.commands = []
@@ -299,22 +300,10 @@ class AdapterTable(Generic[_Weights]):
 
     def _fail(self, known: KnownAdapter[_Weights], why: str) -> None:
         """Answers all that waits for an adapter. The next forward that needs it reads it again."""
-        waiting = self._remove(lambda forward: forward.adapter == known.source.number)
+        waiting = self.drop(lambda forward: forward.adapter == known.source.number)
         op_ids = [*known.commands, *(forward.op_id for forward in waiting)]
         self._results += [Failed(op_id, FailureReason.ADAPTER, why) for op_id in op_ids]
         known.commands = []
-
-    def _remove(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
-        removed: list[Forward] = []
-        still: deque[Forward] = deque()
-        for forward in self._waiting:
-            (removed if unwanted(forward) else still).append(forward)
-        self._waiting = still
-        for forward in removed:
-            known = self._known.get(forward.adapter)
-            if known is not None:
-                known.waiting -= 1
-        return removed
 
 
 def _has_files_of(known: KnownAdapter[_Weights], source: AdapterSource) -> bool:

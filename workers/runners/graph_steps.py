@@ -126,12 +126,10 @@ class GraphStep:
         captured.in_flight = self
 
     def is_done(self) -> bool:
-        """See `LaunchedStep`."""
         with device_errors():
             return self._tokens.have_arrived()
 
     def chosen(self) -> torch.Tensor:
-        """See `LaunchedStep`."""
         chosen, forbidden = self.read()
         if forbidden is not None:
             raise forbidden
@@ -159,7 +157,6 @@ class GraphStep:
 
     @contextmanager
     def logits(self) -> Iterator[torch.Tensor]:
-        """See `LaunchedStep`."""
         if self._copied_logits is None:
             assert self._is_last, "they were not kept"
             yield self.own_logits
