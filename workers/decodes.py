@@ -204,7 +204,6 @@ class WaitingDecodes:
 
     @property
     def may_be_launched(self) -> bool:
-        """See `Decodes.may_be_launched`."""
         return all(part.may_be_launched for part in self._parts)
 
     def adapters(self) -> set[int]:
