@@ -11,6 +11,7 @@ Used by the thread of the step loop, except where said.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -99,7 +100,7 @@ class AdapterTable(Generic[_Weights]):
             # With other files it is what a gateway tried before it ended, and the next one gave its number
             # to another adapter.
             self._forget(source.number)
-            self._known[source.number] = KnownAdapter(source)
+            self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(source.number))
         if not command.load:
             self._results.append(Done(command.op_id))
             return
@@ -116,8 +117,8 @@ class AdapterTable(Generic[_Weights]):
         known = self._known.get(forward.adapter)
         if known is not None:
             if forward.kind is not Kind.REPLAY:
-                known.operations += 1
-                known.tokens += len(forward.token_ids)
+                known.metrics.operations += 1
+                known.metrics.tokens += len(forward.token_ids)
             if known.slot >= 0:
                 self._resident.used(known)
 
@@ -140,7 +141,7 @@ class AdapterTable(Generic[_Weights]):
             return True
         self._waiting.append(forward)
         self._has_changed = True
-        known.waiting += 1
+        known.metrics.waiting += 1
         if known.slot < 0:
             self._want(known)
         return False
@@ -193,7 +194,7 @@ class AdapterTable(Generic[_Weights]):
             for forward in self._waiting:
                 known = self._known[forward.adapter]
                 if known.slot >= 0:
-                    known.waiting -= 1
+                    known.metrics.waiting -= 1
                     forward.lora_slot = known.slot
                     self._resident.used(known)
                     ready.append(forward)
@@ -215,7 +216,7 @@ class AdapterTable(Generic[_Weights]):
         for forward in removed:
             known = self._known.get(forward.adapter)
             if known is not None:
-                known.waiting -= 1
+                known.metrics.waiting -= 1
         return removed
 
     def clear(self) -> None:
@@ -233,7 +234,7 @@ class AdapterTable(Generic[_Weights]):
         """Raises AssertionError if an invariant does not hold."""
         self._resident.check_integrity(self._known.values())
         for number, known in self._known.items():
-            assert known.waiting == sum(forward.adapter == number for forward in self._waiting)
+            assert known.metrics.waiting == sum(forward.adapter == number for forward in self._waiting)
         for forward in self._waiting:
             known = self._known[forward.adapter]
             is_unplaced = self._unplaced is not None and self._unplaced[0] is known
@@ -241,8 +242,8 @@ class AdapterTable(Generic[_Weights]):
 
     def metrics(self) -> Sequence[LoraAdapterMetrics]:
         """The use of the adapters that were used. Any thread may call it."""
-        every = list(self._known.values())
-        return [known.metrics() for known in every if known.loads or known.operations or known.waiting]
+        every = [known.metrics for known in list(self._known.values())]
+        return [dataclasses.replace(one) for one in every if one.loads or one.operations or one.waiting]
 
     # Reading.
 
@@ -295,7 +296,8 @@ class AdapterTable(Generic[_Weights]):
     # Answers.
 
     def _answer(self, known: KnownAdapter[_Weights]) -> None:
-        self._results += [AdapterLoaded(op_id, known.rank, known.size_bytes) for op_id in known.commands]
+        found = known.metrics
+        self._results += [AdapterLoaded(op_id, found.rank, found.size_bytes) for op_id in known.commands]
         known.commands = []
 
     def _fail(self, known: KnownAdapter[_Weights], why: str) -> None:
