@@ -14,12 +14,11 @@ from typing import TypeVar
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.targets import Targets
 from workers.common.patterns import Patience, Pattern
-from workers.models.files import parse_object, read_file
+from workers.models.files import read_object
 from workers.models.values import boolean, integer, names
 
 CONFIG_FILE = "adapter_config.json"
 
-MAX_FILE_BYTES = 1 << 20
 _MAX_ALPHA = 1e12
 
 
@@ -84,7 +83,7 @@ def read_settings(directory: Path) -> LoraSettings:
     """
     file = directory / CONFIG_FILE
     with errors_of_file(file):
-        settings = parse_object(read_file(file, MAX_FILE_BYTES), file)
+        settings = read_object(file)
         _check_kind(settings)
         _check_keys(settings)
         patience = Patience(AdapterError)

@@ -14,7 +14,7 @@ from workers.common.quantised.methods import is_quantised, read_quantisation
 from workers.common.quantised.scheme import NotUnderstood, Quantisation
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.errors import UnsupportedError
-from workers.models.files import check_not_pickled, errors_naming, parse_object, read_file
+from workers.models.files import check_not_pickled, errors_naming, read_object
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
 from workers.models.quantised.reader import quantised_tensors
@@ -22,7 +22,6 @@ from workers.models.text import ModelText, read_text
 from workers.models.text_part import WRAPPERS
 
 CONFIG_FILE = "config.json"
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 class ModelSource(Protocol):
@@ -74,7 +73,7 @@ class DirectorySource:
         check_not_pickled(self.path)
 
     def settings(self) -> dict[str, object]:
-        return parse_object(read_file(self.config_file, _MAX_CONFIG_BYTES), self.config_file)
+        return read_object(self.config_file)
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
         """Those of generation_config.json."""
