@@ -145,7 +145,6 @@ class StepLoop:
     # The loop's thread.
 
     def run(self) -> None:
-        """Runs until `stop`."""
         while not self._is_stopping:
             self.take()
             # Requests that were prelaunched are answered already: their callers need not wait for a step.
@@ -516,5 +515,4 @@ class StepLoop:
             self._answers.decodes(decodes, launched)
 
     def flush(self) -> None:
-        """Emits the results so far."""
         self._answers.flush()

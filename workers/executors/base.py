@@ -176,7 +176,6 @@ class ModelExecutor:
     # Metadata and metrics.
 
     def info(self) -> ModelDescription:
-        """The model."""
         return self._model
 
     def capabilities(self) -> Capabilities:

@@ -65,11 +65,7 @@ def loading(
     if ranks is None:
         yield lambda description: description
         return
-    details: dict[str, object] = {
-        "dtype": dtype,
-        "quantization": quantization,
-        "rounds_rows": rounds_rows,
-    }
+    details: dict[str, object] = {"dtype": dtype, "quantization": quantization, "rounds_rows": rounds_rows}
     if question == "read_weights":
         # On the one thread that reads.
         ranks.weights_read += 1

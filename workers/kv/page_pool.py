@@ -107,7 +107,6 @@ class PagePool:
         return self.num_pages - self.available
 
     def refcount(self, page: int) -> int:
-        """Return how many references `page` has."""
         return self._refcounts[page]
 
     def is_private(self, page: int) -> bool:

@@ -81,7 +81,6 @@ class CapturedGraphs:
         return (self._buckets[-1], True) in self._graphs
 
     def add(self, graphs: Mapping[tuple[int, bool], Graph]) -> None:
-        """Adds graphs of the same buckets."""
         self._graphs |= graphs
 
     def graph(self, rows: int, *, lora: bool = False) -> Graph:

@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workers.common.gguf import GgufError
-from workers.common.gguf.architectures import (
-    KV_HEADS,
-    RECURRENT_LAYERS,
-    SHARED_EXPERT,
-    SSM,
-    WIDTH,
-)
+from workers.common.gguf.architectures import KV_HEADS, RECURRENT_LAYERS, SHARED_EXPERT, SSM, WIDTH
 from workers.common.gguf.file_settings import FileSettings
 from workers.common.gguf.header import shown
 
