@@ -1,6 +1,6 @@
 """The commands of a worker and their results: plain data without protobuf or torch.
 
-`wire` converts messages to these, and `wire_events` these to messages.
+`wire.py` converts messages to these and back.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 
-from workers import wire, wire_events
+from workers import wire
 from workers.common import worker_pb2
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import Decodes
@@ -308,7 +308,7 @@ class WorkerServer:
         assert self._executor is not None and self._scheduler is not None, "its step loop runs"
         stream.is_ready = True
         replacement = self._executor.replacement
-        ready = wire_events.to_ready(
+        ready = wire.to_ready(
             self._executor.info(),
             self._executor.capabilities(),
             self._executor.engine.kv_table.usage(),
@@ -333,7 +333,7 @@ class WorkerServer:
             elif isinstance(result, IntegrityReport):
                 events.append(self._snapshot(result.op_id, intact=result.intact))
             else:
-                events.append(wire_events.to_event(result))
+                events.append(wire.to_event(result))
         self._send(events)
 
     def _send(self, events: Sequence[worker_pb2.WorkerEvent]) -> None:
@@ -349,7 +349,7 @@ class WorkerServer:
             self._memory_bytes = self._process.memory_info().rss
         if self._executor is not None and self._step_loop is not None:
             adapters = self._executor.adapters
-            snapshot = wire_events.to_snapshot(
+            snapshot = wire.to_snapshot(
                 self._executor.engine.kv_table.usage(),
                 self._executor.status(),
                 operations_in_flight=self._step_loop.operations_in_flight,

@@ -1,4 +1,4 @@
-"""Converts messages of the worker protocol to operations. `wire_events` has the way back."""
+"""Converts messages of the worker protocol to operations, and results to messages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import time
 import zlib
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from quire.v1 import types_pb2
 
+from workers.adapters.slots import LoraAdapterMetrics
 from workers.common import worker_pb2
 from workers.common.unknown_fields import unknown_field
 from workers.decodes import (
     ARRIVED_NS,
+    BATCH_ITEMS,
     CALLER,
+    CHOSEN,
+    COMPUTE_NS,
     DEADLINE,
     LORA_SLOT,
     NEVER,
@@ -25,21 +29,31 @@ from workers.decodes import (
     POSITION,
     PRELAUNCH,
     PROMPT_LEN,
+    QUEUE_NS,
     SEQUENCE,
     TOKEN,
     WIDTH,
     Decodes,
 )
+from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
+from workers.kv.table import PoolUsage
+from workers.kv_disk import DiskUsage
+from workers.models.text import ModelText
 from workers.operations import (
     Abort,
     Accept,
+    AdapterLoaded,
     AdapterSource,
     Adopt,
+    Adopted,
     ChangeAdapters,
     CheckIntegrity,
     Claim,
     Command,
+    Done,
+    Failed,
+    FailureReason,
     Fork,
     Forward,
     Kind,
@@ -48,6 +62,7 @@ from workers.operations import (
     ReplaceStep,
     ReplaceWeights,
     Truncate,
+    WeightsRead,
 )
 from workers.outputs import (
     GREEDY,
@@ -56,10 +71,16 @@ from workers.outputs import (
     HiddenSpec,
     OutputSpec,
     RowChoice,
+    RowOutput,
     Sampling,
     TokenMask,
 )
-from workers.wire_events import DTYPES
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    # Not at runtime: it needs torch, which a worker loads when its devices are chosen.
+    from workers.models.model import ModelDescription
 
 # More tokens than any vocabulary has.
 _MAX_VOCABULARY = 1 << 22
@@ -73,6 +94,8 @@ _DECODE_NUMBERS = _SEED + 1
 _LONGEST_NS = 1 << 62
 # `prelaunch` is less than this in a row: what is more is the index of the options.
 _PRELAUNCH_VALUES = 256
+# Those of each row of a DecodesDone.
+_DONE = [OP_ID, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS]
 
 
 class ModelSizes(NamedTuple):
@@ -97,9 +120,15 @@ _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind fo
 _PRIORITIES = {types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL} | {
     types_pb2.Priority.Value(f"PRIORITY_{priority.name}"): priority for priority in Priority
 }
-_KNOWN_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
+_DTYPES = {dtype: types_pb2.DataType.Value(f"DATA_TYPE_{dtype.name}") for dtype in DataType}
+_KNOWN_DTYPES = {number: dtype for dtype, number in _DTYPES.items()}
+_DTYPES_BY_NAME = {"float32": DataType.F32, "bfloat16": DataType.BF16, "float16": DataType.F16}
 _OUTPUT_FIELDS = {field.name for field in dataclasses.fields(OutputSpec)}
 _SAMPLING_FIELDS = {field.name for field in dataclasses.fields(Sampling)}
+_REASONS = {
+    reason: worker_pb2.WorkerErrorReason.Value(f"WORKER_ERROR_REASON_{reason.name}")
+    for reason in FailureReason
+}
 
 
 def to_command(  # noqa: PLR0911 - one for each command
@@ -416,3 +445,150 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
         return zlib.decompressobj().decompress(deflated, max_bytes)
     except zlib.error as error:
         raise ValueError(f"a mask that is no zlib stream: {error}") from None
+
+
+def to_event(  # noqa: PLR0911 - one for each result
+    result: Forward | Decodes | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
+) -> worker_pb2.WorkerEvent:
+    """Encodes a result."""
+    match result:
+        case Decodes():
+            rows = np.ascontiguousarray(result.columns[_DONE].T, "<i8").tobytes()
+            outputs = map(_row, result.row_outputs or ())
+            return worker_pb2.WorkerEvent(decodes=worker_pb2.DecodesDone(rows=rows, outputs=outputs))
+        case Forward():
+            return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
+        case Done():
+            return worker_pb2.WorkerEvent(op_id=result.op_id, done=worker_pb2.ControlDone())
+        case Adopted():
+            return worker_pb2.WorkerEvent(op_id=result.op_id, adopted=worker_pb2.Adopted(kept=result.kept))
+        case AdapterLoaded():
+            loaded = worker_pb2.AdapterLoaded(rank=result.rank, size_bytes=result.size_bytes)
+            return worker_pb2.WorkerEvent(op_id=result.op_id, adapter_loaded=loaded)
+        case WeightsRead():
+            read = worker_pb2.WeightsRead(model=_description(result.model))
+            return worker_pb2.WorkerEvent(op_id=result.op_id, weights_read=read)
+        case Failed():
+            error = worker_pb2.WorkerError(
+                reason=_REASONS[result.reason],  # type: ignore[arg-type]  # an enum to the stubs
+                detail=result.detail,
+                pages_needed=result.pages_needed,
+                pages_available=result.pages_available,
+            )
+            return worker_pb2.WorkerEvent(op_id=result.op_id, error=error)
+
+
+def _forward_done(result: Forward) -> worker_pb2.ForwardDone:
+    return worker_pb2.ForwardDone(
+        outputs=map(_row, result.outputs),
+        kept=result.kept,
+        reused_tokens=result.reused,
+        timing=types_pb2.StepTiming(
+            queue_ns=result.queue_ns,
+            compute_ns=result.compute_ns,
+            steps=result.steps,
+            batch_items=result.batch_items,
+        ),
+        token_logprobs=result.token_logprobs,
+        token_is_argmax=result.token_is_argmax,
+        samples=map(_sample, result.samples),
+        kept_path=result.kept_path,
+        appended=result.appended,
+        draft_token_ids=result.drafts,
+    )
+
+
+def _sample(row: RowOutput) -> types_pb2.SampledToken:
+    return types_pb2.SampledToken(
+        token_id=row.token_id, logprob=row.logprob, sampled_logprob=row.sampled_logprob
+    )
+
+
+def _row(row: RowOutput) -> types_pb2.StepOutput:
+    message = types_pb2.StepOutput(
+        token_id=row.token_id,
+        logprob=row.logprob,
+        sampled_logprob=row.sampled_logprob,
+        entropy=row.entropy,
+    )
+    if row.top_ids:
+        message.top.token_ids.extend(row.top_ids)
+        message.top.logprobs.extend(row.top_logprobs)
+    if row.chosen_logprobs:
+        message.chosen_logprobs.extend(row.chosen_logprobs)
+    if row.logits is not None and row.logits_format is not None:
+        _write_row(row.logits, row.logits_format, message.logits)
+    if row.experts:
+        message.experts = row.experts
+    if row.hidden_format is not None:
+        for states in row.hidden:
+            _write_row(states, row.hidden_format, message.hidden.add())
+    return message
+
+
+def _write_row(data: bytes, number_format: DataType, into: types_pb2.Tensor) -> None:
+    into.dtype = _DTYPES[number_format]  # type: ignore[assignment]  # an enum to the stubs
+    into.shape.append(len(data) // (4 if number_format is DataType.F32 else 2))
+    into.data = data
+
+
+def _description(model: ModelDescription, pooling: str = "") -> types_pb2.ModelDescription:
+    dtype = _DTYPES_BY_NAME.get(model.dtype)
+    fields = _fields(model) | {"dtype": None if dtype is None else _DTYPES[dtype]}
+    del fields["rounds_rows"]  # `Capabilities.products` says it
+    return types_pb2.ModelDescription(**fields, pooling=pooling)
+
+
+def to_ready(
+    model: ModelDescription,
+    capabilities: Capabilities,
+    pool: PoolUsage,
+    *,
+    pid: int,
+    text: ModelText,
+    max_batch_tokens: int,
+    max_batch_items: int,
+    holdings: Sequence[tuple[int, int]],
+) -> worker_pb2.WorkerReady:
+    """Describes a worker that can serve. `holdings`: the sequences that it has, with their lengths."""
+    defaults: Any = text.sampling_defaults
+    return worker_pb2.WorkerReady(
+        pid=pid,
+        model=_description(model, text.pooling),
+        tokenizer_json=text.tokenizer_json,
+        chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
+        sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,
+        executor=types_pb2.ExecutorCapabilities(
+            **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
+        ),
+        pages_total=pool.pages_total,
+        holdings=[worker_pb2.Holding(sequence=number, length=length) for number, length in holdings],
+    )
+
+
+def to_snapshot(
+    pool: PoolUsage,
+    status: ExecutorStatus,
+    *,
+    operations_in_flight: int,
+    memory_bytes: int,
+    intact: bool | None,
+    lora_adapters: Sequence[LoraAdapterMetrics] = (),
+    kv_disk: DiskUsage | None = None,
+) -> worker_pb2.WorkerSnapshot:
+    """Encodes the metrics of a worker."""
+    of_status = _fields(status) | {"counts": types_pb2.StepCounts(**_fields(status.counts))}
+    return worker_pb2.WorkerSnapshot(
+        **of_status,
+        pool=types_pb2.PoolUsage(**_fields(pool)),
+        operations_in_flight=operations_in_flight,
+        memory_bytes=memory_bytes,
+        pool_intact=intact,
+        lora_adapters=[types_pb2.LoraAdapterMetrics(**_fields(adapter)) for adapter in lora_adapters],
+        kv_disk=None if kv_disk is None else types_pb2.KvDiskUsage(**_fields(kv_disk)),
+    )
+
+
+def _fields(record: DataclassInstance) -> dict[str, Any]:
+    """The fields of a dataclass by name. The messages have fields of the same names."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

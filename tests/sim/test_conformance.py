@@ -34,7 +34,6 @@ from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers import wire as worker_wire
-from workers import wire_events
 from workers.common import worker_pb2
 from workers.decodes import NO_DECODES, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
@@ -105,7 +104,7 @@ class RealWorker:
         assert self.has_right_kv, "the KV is that of other tokens"
         results, self.results[:] = list(self.results), []
         assert all(isinstance(result, Decodes | Forward | Done | Failed) for result in results)
-        return [event for result in results for event in one_by_one(wire_events.to_event(result))]  # type: ignore[arg-type]
+        return [event for result in results for event in one_by_one(worker_wire.to_event(result))]  # type: ignore[arg-type]
 
     def held(self) -> dict[int, list[int]]:
         """The tokens of every sequence."""

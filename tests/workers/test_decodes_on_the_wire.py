@@ -13,7 +13,6 @@ from service.caches.requests import Append, AppendKind, Priority
 from service.pool import wire as gateway_wire
 from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
-from workers import wire_events
 from workers.common import worker_pb2
 from workers.decodes import ARRIVED_NS, COMPUTE_NS, DEADLINE, Decodes
 from workers.operations import Command, Forward, Kind
@@ -164,9 +163,9 @@ def test_results_are_those_of_forwards(*, has_outputs: bool) -> None:
         forwards[1].outputs[0].top_ids, forwards[1].outputs[0].top_logprobs = [1, 2], [-1.0, -2.0]
     for forward, compute_ns in zip(forwards, decodes.column(COMPUTE_NS), strict=True):
         forward.compute_ns = compute_ns
-    events = [wire_events.to_event(forward) for forward in forwards]
+    events = [worker_wire.to_event(forward) for forward in forwards]
     one_by_one = gateway_wire.to_events(worker_pb2.ConnectResponse(events=events))
-    together = wire_events.to_event(decodes)
+    together = worker_wire.to_event(decodes)
     found = gateway_wire.to_events(worker_pb2.ConnectResponse(events=[together]))
     if not has_outputs:
         rows = [row for _, row in found if isinstance(row, answers.DecodeDone)]
