@@ -6,7 +6,7 @@ Used by the thread of the step loop.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -159,14 +159,3 @@ class ResidentAdapters(Generic[_Weights]):
     def fits(self, loaded: LoadedAdapter[_Weights]) -> bool:
         """Whether what was read is for the weights that are served."""
         return self._model.fits(loaded.weights)
-
-    def check_integrity(self, adapters: Iterable[KnownAdapter[_Weights]]) -> None:
-        """Raises AssertionError if an invariant does not hold. `adapters`: all that are known."""
-        resident = {known.source.number: known.slot for known in adapters if known.slot >= 0}
-        slots = list(resident.values())
-        num_slots = self._num_slots or 0
-        assert {*slots, *self._free_slots} == {*range(num_slots)}, "each slot has an owner"
-        assert len(slots) + len(self._free_slots) == num_slots, "and only one"
-        assert self._resident.keys() == resident.keys()
-        assert self._used_bytes == sum(known.metrics.size_bytes for known in self._resident.values())
-        assert self._used_bytes <= self._max_bytes

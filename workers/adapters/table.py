@@ -230,16 +230,6 @@ class AdapterTable(Generic[_Weights]):
         """Puts the resident adapters into the slots of the model that has taken the place of another."""
         self._resident.move()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant does not hold."""
-        self._resident.check_integrity(self._known.values())
-        for number, known in self._known.items():
-            assert known.metrics.waiting == sum(forward.adapter == number for forward in self._waiting)
-        for forward in self._waiting:
-            known = self._known[forward.adapter]
-            is_unplaced = self._unplaced is not None and self._unplaced[0] is known
-            assert is_unplaced or known in self._reader or known.slot >= 0, "what is waited for comes"
-
     def metrics(self) -> Sequence[LoraAdapterMetrics]:
         """The use of the adapters that were used. Any thread may call it."""
         every = [known.metrics for known in list(self._known.values())]

@@ -184,12 +184,6 @@ class PagePool:
         if self.on_discard is not None:
             self.on_discard(digest)
 
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless every page is in exactly one state and the index agrees. O(pages)."""
-        for page in range(self.num_pages):
-            self.check_page(page)
-        self.check_totals()
-
     def check_totals(self) -> None:
         """Raise IntegrityError unless free + cached + referenced pages are all pages."""
         unreferenced = self._refcounts.count(0)
