@@ -96,7 +96,7 @@ def _decoder(shape: str, rank: int) -> Decoder:
             tensor.normal_(std=tensor.shape[1] ** -0.5)
     decoder.pack()
     decoder.allocate_lora(_LOADED, rank)
-    modules = decoder.lora_modules().items()
+    modules = decoder.adaptable().modules.items()
     # All are random, but the copies of few: making random numbers takes longer than all the rest.
     drawn = [
         {

@@ -113,7 +113,7 @@ def test_a_worker_computes_with_it(setting: Setting) -> None:
     forward = worker_pb2.ForwardCommand(
         sequence=1, token_ids=[1], options=options, kind="OPERATION_KIND_DECODE"
     )
-    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=forward), 100)
+    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=forward), wire.ModelSizes(100))
     assert isinstance(command, operations.Forward)
     spec = command.output.sampling
     assert spec is not None and getattr(spec, setting.name) == other_value(setting)

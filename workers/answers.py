@@ -41,7 +41,6 @@ class Answers:
         self._overflowed: set[str] = set()
 
     def flush(self) -> None:
-        """Emits the results so far."""
         if self.results:
             results, self.results = self.results, []
             self._emit(results)

@@ -40,7 +40,6 @@ class CoalescingWindow:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         # Sequences that were answered and have no new request yet: when they were answered, and until when
         # they are in time. The oldest first.
         self._answered: dict[int, tuple[int, int]] = {}

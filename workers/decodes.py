@@ -114,7 +114,6 @@ class Decodes:
         return self.size
 
     def column(self, which: int) -> list[int]:
-        """The values of a column."""
         values: list[int] = self.columns[which].tolist()
         return values
 
@@ -131,7 +130,6 @@ class Decodes:
         return not has_adapter and not any(spec.experts for spec in self.kinds)
 
     def take(self, which: Mask) -> Decodes:
-        """Some of them."""
         indexes = which.nonzero()[0]
         if len(indexes) in (0, self.size):
             return self if len(indexes) else NO_DECODES
@@ -172,7 +170,6 @@ class Decodes:
         return forward
 
     def forwards(self) -> list[Forward]:
-        """All of them as forwards."""
         return [self.forward(index) for index in range(len(self))]
 
     def costs(self) -> dict[int, int]:
@@ -204,7 +201,6 @@ class WaitingDecodes:
 
     @property
     def may_be_launched(self) -> bool:
-        """See `Decodes.may_be_launched`."""
         return all(part.may_be_launched for part in self._parts)
 
     def adapters(self) -> set[int]:

@@ -60,20 +60,9 @@ def is_simple(row: SamplingRow) -> bool:
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Choose one token for each row.
+    """As `workers.sampling.choose_tokens`, on a CUDA device.
 
-    Args:
-        logits: [R, V] float32, bfloat16 or float16, on a CUDA device, V >= 1; tokens contiguous. Not
-            modified.
-        rows: R of them.
-
-    Returns:
-        [R] int64 on the device of `logits`.
-
-    Raises:
-        ValueError: shapes, strides or dtype do not fit.
-        BadLogitsError: for all rows with bad values, also if a mask excludes them.
-        NothingAllowedError: for all rows without an allowed token, if no row has bad logits.
+    `logits`: [R, V], also bfloat16 or float16; the tokens of a row are contiguous.
     """
     if logits.ndim != 2 or len(logits) != len(rows) or not logits.shape[1] or logits.dtype not in _DTYPES:
         raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} for {len(rows)} rows")

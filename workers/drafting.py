@@ -54,7 +54,7 @@ class Drafts(Protocol):
 
 
 class Drafting:
-    """Owner of the draft model's sequences. One thread uses it: that of the step loop.
+    """`Drafts` of a draft model, whose sequences it owns. One thread uses it: that of the step loop.
 
     Attributes:
         engine: The draft model's, with pages of its own.
@@ -78,11 +78,9 @@ class Drafting:
 
     @property
     def tables(self) -> Sequence[KvTable]:
-        """See `Drafts`."""
         return (self.engine.kv_table,)
 
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        """See `Drafts`."""
         try:
             self._drop_unknown(table)
             begun = self._begin(forwards, table)

@@ -157,8 +157,7 @@ class Follower:
 
     def _answer_read_adapter(self, directory: str, digest: str, key: int, limits: dict[str, Any]) -> None:
         source = AdapterSource(key, directory, digest)
-        modules, stacks = self._model.lora_modules(), self._model.lora_stacks()
-        adapter = read_source(source, modules, LoraLimits(**limits), stacks=stacks)
+        adapter = read_source(source, self._model, LoraLimits(**limits))
         self._adapters[key] = self._model.pack_lora(adapter.weights)
 
     # Plans.

@@ -20,7 +20,7 @@ from workers.operations import Forward
 
 
 class HeadDrafting:
-    """Drafts on the sequences of the model. One thread uses it: that of the step loop."""
+    """`Drafts` on the sequences of the model. One thread uses it: that of the step loop."""
 
     def __init__(self, engine: Engine, max_seq_tokens: int) -> None:
         """`engine`: of the model. `max_seq_tokens`: the longest sequence of it."""
@@ -29,11 +29,9 @@ class HeadDrafting:
 
     @property
     def tables(self) -> Sequence[KvTable]:
-        """See `Drafts`."""
         return ()
 
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        """See `Drafts`."""
         begun: list[tuple[Forward, KvSequence]] = []
         try:
             for forward in forwards:

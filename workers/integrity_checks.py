@@ -35,7 +35,6 @@ class IntegrityChecks:
         self.has_work = True
 
     def clear(self) -> None:
-        """Drop the checks."""
         # An iterator that is dropped unregisters itself from the table.
         self._check, self._checked_for, self._next_checked_for = None, [], []
         self.has_work = False

@@ -12,13 +12,14 @@ one, and it with them.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from workers.kv.disk_pages import DiskPages, ReadOutcome
+from workers.kv.disk_pages import DiskCounts, DiskPages, ReadOutcome
 from workers.kv.disk_threads import (
     MOST_WRITES,
     DiskReport,
@@ -42,8 +43,8 @@ _log = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class DiskUsage:
+@dataclass(slots=True, kw_only=True)
+class DiskUsage(DiskCounts):
     """A snapshot, named as in the protos.
 
     Attributes:
@@ -57,11 +58,6 @@ class DiskUsage:
     max_bytes: int
     stopped: bool
     unwritten_pages: int
-    wanted_pages: int
-    read_pages: int
-    refused_pages: int
-    written_pages: int
-    dropped_pages: int
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +170,7 @@ class KvDisk:
             end = forward.position + reusable
             full = max(0, end - end % table.reuse_unit - forward.position) // table.page_size
             states = sum(is_state(digest) for digest, _ in absent)
-            pages.counts.wanted += full - len(waiting.pages) + states
+            pages.counts.wanted_pages += full - len(waiting.pages) + states
         return absent
 
     def _up_to_state(
@@ -246,7 +242,7 @@ class KvDisk:
 
     def _end_read(self, digest: bytes, outcome: ReadOutcome) -> None:
         number, is_good = self._pages.end_read(digest, outcome), outcome is ReadOutcome.READ
-        if outcome is ReadOutcome.REFUSED and self._pages.counts.refused == 1:
+        if outcome is ReadOutcome.REFUSED and self._pages.counts.refused_pages == 1:
             _log.warning("a file of KV is not what its name says: such files are deleted, and counted")
         if is_state(digest):
             assert self._table.states is not None
@@ -292,19 +288,8 @@ class KvDisk:
 
     # Forwards that nobody wants any more. What is being read for them goes to the prefix cache.
 
-    def remove(self, op_id: int) -> Forward | None:
-        """Drop and return a waiting forward that is aborted."""
-        return next(iter(self._remove(lambda forward: forward.op_id == op_id)), None)
-
-    def expire(self, now_ns: int) -> list[Forward]:
-        """Drop and return the waiting forwards whose deadline has passed."""
-        return self._remove(lambda forward: forward.deadline_ns is not None and forward.deadline_ns < now_ns)
-
-    def drop_forwards(self) -> None:
-        """Drop all waiting forwards, which get no answer."""
-        self._remove(lambda _: True)
-
-    def _remove(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
+    def drop(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
+        """Drop and return waiting forwards, which get no answer."""
         removed = [waiting for waiting in self._waiting if unwanted(waiting.forward)]
         for waiting in removed:
             self._table.held.let_go(waiting.pages)
@@ -319,15 +304,10 @@ class KvDisk:
 
     def usage(self) -> DiskUsage:
         """The counts since the start, and what is on disk."""
-        counts = self._pages.counts
         return DiskUsage(
+            **dataclasses.asdict(self._pages.counts),
             bytes=self._files.size_bytes,
             max_bytes=self._max_bytes,
             stopped=self._has_failed or not self._pages.takes_writes,
             unwritten_pages=self._pages.unwritten,
-            wanted_pages=counts.wanted,
-            read_pages=counts.read,
-            refused_pages=counts.refused,
-            written_pages=counts.written,
-            dropped_pages=counts.dropped,
         )

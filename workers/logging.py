@@ -29,15 +29,12 @@ class Log:
         self._logger = logging.getLogger(name)
 
     def log(self, level: int, event: str, **fields: object) -> None:
-        """At a level of `logging`."""
         self._write(level, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """At level info."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """At level warning."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, exc_info: BaseException | None = None, **fields: object) -> None:
@@ -49,11 +46,7 @@ class Log:
         self._write(logging.ERROR, event, fields, sys.exc_info()[1])
 
     def _write(
-        self,
-        level: int,
-        event: str,
-        fields: Mapping[str, object],
-        error: BaseException | None = None,
+        self, level: int, event: str, fields: Mapping[str, object], error: BaseException | None = None
     ) -> None:
         self._logger.log(level, event, exc_info=error, extra={_FIELDS: fields})
 

@@ -155,12 +155,10 @@ class Distribution:
     probabilities: Reals
 
     def of(self, token_id: int) -> float:
-        """The probability of one token."""
         at = int(np.searchsorted(self.ids, token_id))
         return float(self.probabilities[at]) if at < len(self.ids) and self.ids[at] == token_id else 0.0
 
     def log_of(self, token_id: int) -> float:
-        """The log-probability of one token."""
         probability = self.of(token_id)
         return math.log(probability) if probability > 0 else -math.inf
 

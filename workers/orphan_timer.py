@@ -64,7 +64,6 @@ class OrphanTimer:
         self._tick_s = now_s
 
     async def run(self) -> None:
-        """Tick until cancelled."""
         while True:
             self.tick()
             await asyncio.sleep(_TICK_S)

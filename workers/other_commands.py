@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from workers.adapters.errors import AdapterError
@@ -26,6 +27,7 @@ from workers.operations import (
     Command,
     Done,
     Fork,
+    Forward,
     IntegrityReport,
     Release,
     ReplacementRead,
@@ -126,11 +128,15 @@ class OtherCommands:
         forward = self._scheduler.remove(op_id)
         if forward is not None and forward.has_begun:
             self._engine.roll_back(forward)
-        if self._adapters is not None and len(self._adapters):
-            self._adapters.remove(op_id)
-        if self._kv_disk is not None:
-            self._kv_disk.remove(op_id)
+        self._drop_waiting(lambda waiting: waiting.op_id == op_id)
         self._drawing.drop(op_id)
+
+    def _drop_waiting(self, unwanted: Callable[[Forward], bool]) -> None:
+        """Drops forwards that wait for their adapter, or for pages from disk."""
+        if self._adapters is not None:
+            self._adapters.drop(unwanted)
+        if self._kv_disk is not None:
+            self._kv_disk.drop(unwanted)
 
     def _drop_forwards(self) -> None:
         """Drops all earlier forwards, which get no answer."""
@@ -140,10 +146,7 @@ class OtherCommands:
         self._drawing.drop()
         self._answers.answered.clear()
         self._window.clear()
-        if self._adapters is not None:
-            self._adapters.drop_forwards()
-        if self._kv_disk is not None:
-            self._kv_disk.drop_forwards()
+        self._drop_waiting(lambda _: True)
 
     def _reset(self, command: Reset) -> None:
         self._drop_forwards()

@@ -33,13 +33,7 @@ from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, HOP_SLACK_BYTES, 
 from workers.common.switching import switch_often
 from workers.logging import get_logger
 from workers.orphan_timer import OrphanTimer
-from workers.process import (
-    EXIT_FAILED,
-    Parent,
-    configure_logging,
-    make_worker,
-    run_worker,
-)
+from workers.process import EXIT_FAILED, Parent, configure_logging, make_worker, run_worker
 from workers.server import WorkerServer
 
 SHIPPED_MODELS = ("adder", "storyteller")

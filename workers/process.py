@@ -92,13 +92,8 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda, and this machine has no CUDA device")
-    if config.device == "auto" and (_kv_dtype(config) != "auto" or _is_quantised_for_cpu(config)):
-        _log.info(
-            "the model runs on the CPU: there are no GPU kernels for its quantised weights or kv_cache_dtype"
-        )
-        return "cpu"
-    if config.device == "auto" and not _runs_on_cuda(config):
-        _log.info("the model runs on the CPU: there are no GPU kernels for its head_dim")
+    if config.device == "auto" and (setting := _without_gpu_kernels(config)):
+        _log.info("the model runs on the CPU: there are no GPU kernels for it", because_of=setting)
         return "cpu"
     count, ranks = torch.cuda.device_count(), max(1, config.tensor_parallel)
     if (config.device_index + 1) * ranks > count:
@@ -131,20 +126,18 @@ def triton_problem() -> str:
     return ""
 
 
-def _is_quantised_for_cpu(config: WorkerConfig) -> bool:
-    from workers.executors.loading import is_quantised_for_cpu
+def _without_gpu_kernels(config: WorkerConfig) -> str:
+    """For what of the model there are no GPU kernels. Empty: nothing."""
+    from workers.executors.loading import is_quantised_for_cpu, runs_on_cuda
 
-    return config.model != WEIGHTLESS_MODEL and is_quantised_for_cpu(
-        Path(config.model), _quantization(config)
-    )
-
-
-def _runs_on_cuda(config: WorkerConfig) -> bool:
-    from workers.executors.loading import runs_on_cuda
-
-    return config.model != WEIGHTLESS_MODEL and runs_on_cuda(
-        Path(config.model), config.model_backend or "auto"
-    )
+    directory = Path(config.model)
+    if _kv_dtype(config) != "auto":
+        return "kv_cache_dtype"
+    if config.model == WEIGHTLESS_MODEL:
+        return "head_dim"
+    if is_quantised_for_cpu(directory, _quantization(config)):
+        return "quantised weights"
+    return "" if runs_on_cuda(directory, config.model_backend or "auto") else "head_dim"
 
 
 def _start_ranks(config: WorkerConfig) -> RankProcesses | None:

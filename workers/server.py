@@ -97,7 +97,7 @@ class WorkerServer:
         self._executor: ModelExecutor | None = None
         self._scheduler: Scheduler | None = None
         # Those of the model that `wire.to_command` checks commands against.
-        self._sizes: tuple[int, int, wire.ExpertSizes] = 0, 0, (0, 0, 0)
+        self._sizes = wire.UNKNOWN_SIZES
         self._step_loop: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
@@ -153,7 +153,6 @@ class WorkerServer:
             )
             self._loop.call_soon_threadsafe(self._on_loaded, executor, scheduler, step_loop)
             step_loop.run()
-            executor.shutdown()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._fail, error)
 
@@ -257,13 +256,13 @@ class WorkerServer:
             return
         try:
             if message.WhichOneof("command") == "decodes":
-                decodes, others = wire.to_decodes(message.decodes, *self._sizes[:2])
+                decodes, others = wire.to_decodes(message.decodes, self._sizes)
                 if decodes.size:
                     commands.append(decodes)
                 for other in others:
                     self._take(other, commands)
             else:
-                commands.append(wire.to_command(message, *self._sizes))
+                commands.append(wire.to_command(message, self._sizes))
         except Exception as error:
             # Whatever it is: it concerns this command, and the stream has those of all callers.
             op_ids = wire.op_ids_of(message)
@@ -295,8 +294,13 @@ class WorkerServer:
     def _on_loaded(self, executor: ModelExecutor, scheduler: Scheduler, step_loop: StepLoop) -> None:
         self._executor, self._scheduler, self._step_loop = executor, scheduler, step_loop
         model = executor.info()
-        experts = (model.moe_layers, model.num_experts, model.experts_per_token)
-        self._sizes = model.vocab_size, model.num_layers, experts
+        self._sizes = wire.ModelSizes(
+            model.vocab_size,
+            model.num_layers,
+            model.moe_layers,
+            model.num_experts,
+            model.experts_per_token,
+        )
         self._reset_step_loop()
 
     def _send_ready(self, stream: _Stream, holdings: Sequence[tuple[int, int]]) -> None:
@@ -307,7 +311,7 @@ class WorkerServer:
         ready = wire.to_ready(
             self._executor.info(),
             self._executor.capabilities(),
-            self._executor.cache_metrics_snapshot(),
+            self._executor.engine.kv_table.usage(),
             pid=os.getpid(),
             text=self._executor.text,
             max_batch_tokens=self._scheduler.max_batch_tokens,
@@ -344,13 +348,14 @@ class WorkerServer:
         with contextlib.suppress(OSError):
             self._memory_bytes = self._process.memory_info().rss
         if self._executor is not None and self._step_loop is not None:
+            adapters = self._executor.adapters
             snapshot = wire.to_snapshot(
-                self._executor.cache_metrics_snapshot(),
+                self._executor.engine.kv_table.usage(),
                 self._executor.status(),
                 operations_in_flight=self._step_loop.operations_in_flight,
                 memory_bytes=self._memory_bytes,
                 intact=intact,
-                lora_adapters=self._executor.lora_metrics_snapshot(),
+                lora_adapters=() if adapters is None else adapters.metrics(),
                 kv_disk=None if self._executor.kv_disk is None else self._executor.kv_disk.usage(),
             )
         return worker_pb2.WorkerEvent(op_id=op_id, snapshot=snapshot)

@@ -145,7 +145,6 @@ class StepLoop:
     # The loop's thread.
 
     def run(self) -> None:
-        """Runs until `stop`."""
         while not self._is_stopping:
             self.take()
             # Requests that were prelaunched are answered already: their callers need not wait for a step.
@@ -329,9 +328,13 @@ class StepLoop:
             self._admit(forward)
         return decodes.take(can_run)
 
+    def _expire_waiting(self, owner: AdapterTable[Any] | KvDisk) -> None:
+        now_ns = time.monotonic_ns()
+        for late in owner.drop(lambda one: one.deadline_ns is not None and one.deadline_ns < now_ns):
+            self._answers.results.append(Failed(late.op_id, FailureReason.TIMEOUT))
+
     def _advance_adapters(self, adapters: AdapterTable[Any]) -> None:
-        for forward in adapters.expire(time.monotonic_ns()):
-            self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        self._expire_waiting(adapters)
         ready, results = adapters.advance(self._scheduler.adapters)
         self._answers.results += results
         for forward in ready:
@@ -339,8 +342,7 @@ class StepLoop:
 
     def _advance_disk(self, kv_disk: KvDisk) -> None:
         kv_disk.write_more()
-        for forward in kv_disk.expire(time.monotonic_ns()):
-            self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        self._expire_waiting(kv_disk)
         self._take_read(kv_disk.give_up_if_stuck())
 
     def step(self) -> None:
@@ -513,5 +515,4 @@ class StepLoop:
             self._answers.decodes(decodes, launched)
 
     def flush(self) -> None:
-        """Emits the results so far."""
         self._answers.flush()

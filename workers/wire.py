@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from quire.v1 import types_pb2
@@ -97,8 +97,24 @@ _PRELAUNCH_VALUES = 256
 # Those of each row of a DecodesDone.
 _DONE = [OP_ID, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS]
 
-# How many layers have experts, the experts of each, and those of a token.
-ExpertSizes: TypeAlias = tuple[int, int, int]
+
+class ModelSizes(NamedTuple):
+    """The sizes of a model, against which commands are checked.
+
+    Attributes:
+        moe_layers: How many layers have experts.
+        num_experts: Those of each.
+        experts_per_token: Those of a token.
+    """
+
+    vocab_size: int = _MAX_VOCABULARY
+    num_layers: int = 0
+    moe_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+
+UNKNOWN_SIZES = ModelSizes()
 
 _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind for kind in Kind}
 _PRIORITIES = {types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL} | {
@@ -116,20 +132,17 @@ _REASONS = {
 
 
 def to_command(  # noqa: PLR0911 - one for each command
-    message: worker_pb2.WorkerCommand,
-    vocab_size: int = _MAX_VOCABULARY,
-    num_layers: int = 0,
-    experts: ExpertSizes = (0, 0, 0),
+    message: worker_pb2.WorkerCommand, sizes: ModelSizes = UNKNOWN_SIZES
 ) -> Command:
     """Decodes a command. The server itself handles snapshots that are not ordered.
 
-    Raises ValueError for an unknown command, for a mask of more than `vocab_size` tokens (without decoding
-    it), for hidden states beyond `num_layers`, and for given experts that are not of the model's shape.
+    Raises ValueError for an unknown command, for a mask of more tokens than the vocabulary has (without
+    decoding it), for hidden states of other layers, and for given experts that are not of the model's shape.
     """
     op_id = message.op_id
     match message.WhichOneof("command"):
         case "forward":
-            return _to_forward(op_id, message.forward, vocab_size, num_layers, experts)
+            return _to_forward(op_id, message.forward, sizes)
         case "fork":
             return Fork(op_id, message.fork.sequence, tuple(message.fork.children))
         case "truncate":
@@ -154,7 +167,7 @@ def to_command(  # noqa: PLR0911 - one for each command
 
 
 def to_decodes(
-    message: worker_pb2.DecodesCommand, vocab_size: int, num_layers: int
+    message: worker_pb2.DecodesCommand, sizes: ModelSizes
 ) -> tuple[Decodes, list[worker_pb2.WorkerCommand]]:
     """Decodes plain decodes. Those whose options need more are returned as a command for each.
 
@@ -164,12 +177,12 @@ def to_decodes(
     options, which = list(message.options), (rows[PRELAUNCH] // _PRELAUNCH_VALUES).tolist()
     if max(which) >= len(options):
         raise ValueError(f"options {max(which)} of {len(options)}")
-    known, draws = zip(*map(_plain_output, options, repeat(vocab_size), repeat(num_layers)), strict=True)
+    known, draws = zip(*map(_plain_output, options, repeat(sizes)), strict=True)
     outputs: list[OutputSpec | None]
     if any(draws):
         # Draws without a seed use that of the cache, so that each row has an output of its own.
         outputs = [
-            _plain_draw(options[index], seed, vocab_size, num_layers) if draws[index] else known[index]
+            _plain_draw(options[index], seed, sizes) if draws[index] else known[index]
             for index, seed in zip(which, rows[_SEED].tolist(), strict=True)
         ]
     else:
@@ -230,13 +243,13 @@ def _command_of(row: list[int], options: Sequence[bytes]) -> worker_pb2.WorkerCo
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
-def _plain_output(data: bytes, vocab_size: int, num_layers: int) -> tuple[OutputSpec | None, bool]:
+def _plain_output(data: bytes, sizes: ModelSizes) -> tuple[OutputSpec | None, bool]:
     """The output of a plain decode with these options, and whether it draws with the seed of the cache.
 
     None: they need more, or are wrong, which the command of each row that has them then says.
     """
     try:
-        found = _cached_options(data, False, vocab_size, num_layers, (0, 0, 0))
+        found = _cached_options(data, False, sizes)
         if found is None:
             return None, False
         options, draws = found
@@ -247,9 +260,9 @@ def _plain_output(data: bytes, vocab_size: int, num_layers: int) -> tuple[Output
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
-def _plain_draw(data: bytes, seed: int, vocab_size: int, num_layers: int) -> OutputSpec | None:
+def _plain_draw(data: bytes, seed: int, sizes: ModelSizes) -> OutputSpec | None:
     """The same with the seed of a cache. Options of more caches than this remembers are not parsed again."""
-    output, _ = _plain_output(data, vocab_size, num_layers)
+    output, _ = _plain_output(data, sizes)
     return None if output is None else _seeded(output, seed)
 
 
@@ -258,13 +271,10 @@ def _seeded(output: OutputSpec, seed: int) -> OutputSpec:
     return dataclasses.replace(output, sampling=dataclasses.replace(output.sampling, seed=seed))
 
 
-def _to_forward(
-    op_id: int, message: worker_pb2.ForwardCommand, vocab_size: int, num_layers: int, experts: ExpertSizes
-) -> Forward:
-    now_ns, data = time.monotonic_ns(), message.options
-    context = (message.keep_all, vocab_size, num_layers, experts)
-    found = _cached_options(data, *context) if len(data) <= _MAX_CACHED_BYTES else None
-    options, draws = found or _to_options(_parsed(data), *context)
+def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, sizes: ModelSizes) -> Forward:
+    now_ns, data, keep_all = time.monotonic_ns(), message.options, message.keep_all
+    found = _cached_options(data, keep_all, sizes) if len(data) <= _MAX_CACHED_BYTES else None
+    options, draws = found or _to_options(_parsed(data), keep_all, sizes)
     if draws:
         options = options | {"output": _seeded(options["output"], message.default_seed)}
     return Forward(
@@ -298,20 +308,16 @@ def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
-def _cached_options(data: bytes, *context: Any) -> tuple[dict[str, Any], bool] | None:
+def _cached_options(data: bytes, keep_all: bool, sizes: ModelSizes) -> tuple[dict[str, Any], bool] | None:
     """None for options with masks. They are not cached: decoded they may be far larger than encoded."""
     options = _parsed(data)
     if options.output.HasField("mask") or options.verify_rows:
         return None
-    return _to_options(options, *context)
+    return _to_options(options, keep_all, sizes)
 
 
 def _to_options(
-    options: worker_pb2.ForwardOptions,
-    keep_all: int,
-    vocab_size: int,
-    num_layers: int,
-    experts: ExpertSizes,
+    options: worker_pb2.ForwardOptions, keep_all: bool, sizes: ModelSizes
 ) -> tuple[dict[str, Any], bool]:
     """The fields of a Forward that its options set, and whether it draws with the seed of its cache.
 
@@ -323,13 +329,13 @@ def _to_options(
     fields = {
         "rows": options.rows,
         "scored": options.scored,
-        "output": _to_output(output, vocab_size, num_layers, ends),
+        "output": _to_output(output, sizes, ends),
         "accept": Accept.CHOSEN if options.accept and not keep_all else Accept.ALL,
-        "choices": [_to_choice(row, vocab_size) for row in options.verify_rows],
+        "choices": [_to_choice(row, sizes.vocab_size) for row in options.verify_rows],
         "sample_seeds": tuple(options.sample_seeds),
         "parents": tuple(options.parents),
         "draft_tokens": options.draft_tokens,
-        "experts": _to_experts(options, *experts) if options.experts else None,
+        "experts": _to_experts(options, sizes) if options.experts else None,
     }
     return fields, draws
 
@@ -342,18 +348,16 @@ def _parsed(data: bytes) -> worker_pb2.ForwardOptions:
     return options
 
 
-def _to_experts(
-    options: worker_pb2.ForwardOptions, layers: int, num_experts: int, per_token: int
-) -> GivenExperts:
+def _to_experts(options: worker_pb2.ForwardOptions, sizes: ModelSizes) -> GivenExperts:
     """The gateway has checked them. Raises ValueError if they do not fit the model."""
-    ids = np.frombuffer(options.experts, dtype="u1" if num_experts <= ONE_BYTE_EXPERTS else "<u2")
-    if ids.max(initial=0) >= num_experts:
-        raise ValueError(f"expert {ids.max()} of {num_experts}")
-    return GivenExperts(options.experts_from, ids.reshape(-1, layers, per_token))
+    ids = np.frombuffer(options.experts, dtype="u1" if sizes.num_experts <= ONE_BYTE_EXPERTS else "<u2")
+    if ids.max(initial=0) >= sizes.num_experts:
+        raise ValueError(f"expert {ids.max()} of {sizes.num_experts}")
+    return GivenExperts(options.experts_from, ids.reshape(-1, sizes.moe_layers, sizes.experts_per_token))
 
 
 def _to_output(
-    message: types_pb2.OutputOptions, vocab_size: int, num_layers: int, end_token_ids: frozenset[int]
+    message: types_pb2.OutputOptions, sizes: ModelSizes, end_token_ids: frozenset[int]
 ) -> OutputSpec:
     for field, _ in message.ListFields():
         if field.name not in _OUTPUT_FIELDS:
@@ -367,8 +371,8 @@ def _to_output(
         experts=message.experts,
         entropy=message.entropy,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
-        mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
-        hidden=_to_hidden(message.hidden, num_layers) if message.HasField("hidden") else None,
+        mask=_to_mask(message.mask, sizes.vocab_size) if message.HasField("mask") else None,
+        hidden=_to_hidden(message.hidden, sizes.num_layers) if message.HasField("hidden") else None,
         end_token_ids=end_token_ids,
     )
     return GREEDY if output == GREEDY else output
@@ -573,16 +577,12 @@ def to_snapshot(
     kv_disk: DiskUsage | None = None,
 ) -> worker_pb2.WorkerSnapshot:
     """Encodes the metrics of a worker."""
+    of_status = _fields(status) | {"counts": types_pb2.StepCounts(**_fields(status.counts))}
     return worker_pb2.WorkerSnapshot(
+        **of_status,
         pool=types_pb2.PoolUsage(**_fields(pool)),
-        counts=types_pb2.StepCounts(**_fields(status.counts)),
         operations_in_flight=operations_in_flight,
         memory_bytes=memory_bytes,
-        device_memory_bytes=status.device_memory_bytes,
-        device_memory_peak_bytes=status.device_memory_peak_bytes,
-        step_age_ns=status.step_age_ns,
-        step_number=status.step_number,
-        step_expected_ns=status.step_expected_ns,
         pool_intact=intact,
         lora_adapters=[types_pb2.LoraAdapterMetrics(**_fields(adapter)) for adapter in lora_adapters],
         kv_disk=None if kv_disk is None else types_pb2.KvDiskUsage(**_fields(kv_disk)),

@@ -133,7 +133,7 @@ def _fill_slots(decoder: Decoder, adapters: int) -> None:
             torch.randn(LORA_RANK, inputs, generator=generator).mul_(inputs**-0.5).to(decoder.dtype),
             torch.randn(outputs, LORA_RANK, generator=generator).mul_(0.1).to(decoder.dtype),
         )
-        for name, (outputs, inputs) in decoder.lora_modules().items()
+        for name, (outputs, inputs) in decoder.adaptable().modules.items()
     }
     packed = decoder.pack_lora(weights)
     for slot in range(adapters):

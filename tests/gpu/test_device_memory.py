@@ -39,8 +39,8 @@ def test_the_share_is_taken_and_not_exceeded(directory: Path, device: torch.devi
     for key in range(1, 64):
         executor.prefill(key, [key])
     executor.batch_decode([(key, 1, GREEDY) for key in range(64)])  # captures the graphs
-    executor.shutdown()
-    assert executor.cache_metrics_snapshot().pages_referenced == 0
+    executor.engine.release_all()
+    assert executor.engine.kv_table.usage().pages_referenced == 0
     assert taken_share() <= UTILIZATION
 
 

@@ -127,4 +127,4 @@ def test_decodes_are_replayed_if_that_is_wanted(
     executor.warmup()  # where a capture failed, it says "eager" now
     able = executor.capabilities()
     assert (able.runner, able.kernels, able.device) == (runner, ("torch", "triton"), "cuda:0")
-    assert executor.cache_metrics_snapshot().pages_referenced == 0
+    assert executor.engine.kv_table.usage().pages_referenced == 0

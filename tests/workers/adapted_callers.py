@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.workers.adapted_steps import LONGEST_TOKENS, Adapted, Worker
+from tests.workers.adapter_invariants import check_adapters
 from workers.adoption import token_digest
 from workers.kv.shared_list import TokenList
 from workers.operations import (
@@ -98,7 +99,7 @@ class Callers:
             self._round()
             self.worker.read_one()
         assert not self._asked and not self._loads, "a forward never ended"
-        self.worker.table.check_integrity()
+        check_adapters(self.worker.table)
         for text in (*self._finished, *self.texts.values()):
             self._compare(text)
 

@@ -110,8 +110,8 @@ class Worker(stepping.Worker):
         return in_columns | {one.lora_slot for one in scheduler._forwards.values() if one.adapter}
 
     def _read(self, source: AdapterSource) -> LoadedAdapter[tuple[int, PackedLora]]:
-        modules = self._model.lora_modules()
-        adapter = read_adapter(Path(source.directory), modules, max_rank=RANK, max_bytes=1 << 20)
+        model = self._model.adaptable()
+        adapter = read_adapter(Path(source.directory), model, max_rank=RANK, max_bytes=1 << 20)
         packed = self._model.pack_lora(adapter.weights)
         return LoadedAdapter((source.number, packed), adapter.rank, packed.bytes)
 

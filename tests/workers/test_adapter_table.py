@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.workers.adapter_invariants import check_adapters
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
@@ -121,7 +122,7 @@ class Bench:
             self.schedule(forward)
         for forward in self.scheduled:
             assert self.model.slots[forward.lora_slot] == f"adapter {forward.adapter}", "not evicted in use"
-        self.table.check_integrity()
+        check_adapters(self.table)
 
 
 def source(number: int, *, pinned: bool = False) -> AdapterSource:

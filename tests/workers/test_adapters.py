@@ -19,6 +19,7 @@ from tests.model_factory import hf_model, load_decoder, make_adapter, make_famil
 from workers.adapters import tensors
 from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
+from workers.models.lora import Adaptable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The experts of these are changed when PEFT reads an adapter: see `test_adapters_of_experts`.
@@ -74,7 +75,7 @@ def projections(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 def read(directory: Path, model: Path, **limits: int) -> Adapter:
     modules = projections(hf_model(model))
     bounds: dict[str, Any] = {"max_rank": 256, "max_bytes": 1 << 30} | limits
-    return read_adapter(directory, modules, **bounds)
+    return read_adapter(directory, Adaptable(modules), **bounds)
 
 
 def assert_read_as_peft_does(adapter: Adapter, directory: Path, model: Path) -> None:
@@ -192,7 +193,7 @@ def test_the_adapter_of_a_model_that_also_sees(tmp_path: Path) -> None:
     text = make_family_model(tmp_path / "text", *settings_of("gemma3"))
     modules = projections(hf_model(text))
     limits: dict[str, Any] = {"max_rank": 256, "max_bytes": 1 << 30}
-    adapter = read_adapter(tmp_path, modules, **limits)
+    adapter = read_adapter(tmp_path, Adaptable(modules), **limits)
     assert adapter.weights.keys() == {name for name in modules if name.endswith(("q_proj", "up_proj"))}
     for name, pair in adapter.weights.items():
         in_file = f"base_model.model.{name.replace('model.', 'model.language_model.', 1)}"
@@ -200,17 +201,17 @@ def test_the_adapter_of_a_model_that_also_sees(tmp_path: Path) -> None:
     in_file = "model.language_model.layers.2.self_attn.q_proj"
     save_file({name: tensor for name, tensor in stored.items() if in_file not in name}, tmp_path / WEIGHTS)
     with pytest.raises(AdapterError, match=f"names module {in_file}, which has no tensors"):
-        read_adapter(tmp_path, modules, **limits)
+        read_adapter(tmp_path, Adaptable(modules), **limits)
     older = {
         name.replace(".model.language_model.", ".language_model.model."): tensor.clone()
         for name, tensor in stored.items()
     }
     save_file(older, tmp_path / WEIGHTS)
-    again = read_adapter(tmp_path, modules, **limits)
+    again = read_adapter(tmp_path, Adaptable(modules), **limits)
     assert again.weights.keys() == adapter.weights.keys()
     save_file(stored | older, tmp_path / WEIGHTS)
     with pytest.raises(AdapterError, match="is there twice, under different names"):
-        read_adapter(tmp_path, modules, **limits)
+        read_adapter(tmp_path, Adaptable(modules), **limits)
 
 
 def test_the_adapter_of_a_model_with_other_names(tmp_path: Path) -> None:
@@ -218,8 +219,8 @@ def test_the_adapter_of_a_model_with_other_names(tmp_path: Path) -> None:
     model = make_family_model(tmp_path / "model", *settings_of("mamba"))
     make_adapter(tmp_path, model, r=3, target_modules=["in_proj", "x_proj"])
     stored = load_file(tmp_path / WEIGHTS)
-    modules = load_decoder(model).lora_modules()
-    adapter = read_adapter(tmp_path, modules, max_rank=256, max_bytes=1 << 30)
+    modules = load_decoder(model).adaptable().modules
+    adapter = read_adapter(tmp_path, Adaptable(modules), max_rank=256, max_bytes=1 << 30)
     assert adapter.weights.keys() == {name for name in modules if name.endswith(("in_proj", "x_proj"))}
     for name, pair in adapter.weights.items():
         in_file = name.replace("model.", "base_model.model.backbone.", 1)

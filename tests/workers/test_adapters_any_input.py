@@ -25,6 +25,7 @@ from tests.workers.test_adapters_refused import (
 )
 from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
+from workers.models.lora import Adaptable
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def spare(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_or_refuse(directory: Path) -> None:
     try:
-        adapter = read_adapter(directory, MODULES, max_rank=16, max_bytes=1 << 20)
+        adapter = read_adapter(directory, Adaptable(MODULES), max_rank=16, max_bytes=1 << 20)
     except AdapterError as error:
         check_shown(str(error), directory)
         return

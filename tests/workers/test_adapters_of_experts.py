@@ -60,8 +60,7 @@ def load(directory: Path, slots: int = 2, **settings: Any) -> Decoder:
 
 def read(directory: Path, decoder: Decoder, **limits: int) -> Adapter:
     bounds: dict[str, Any] = {"max_rank": MAX_RANK, "max_bytes": 1 << 30} | limits
-    modules, stacks = decoder.lora_modules(), decoder.lora_stacks()
-    return read_adapter(directory, modules, stacks=stacks, takes_dora=decoder.takes_dora, **bounds)
+    return read_adapter(directory, decoder.adaptable(), **bounds)
 
 
 def assert_computes_as_peft(decoder: Decoder, weights: LoraWeights, model: Path, directory: Path) -> None:
@@ -81,7 +80,7 @@ def assert_computes_as_peft(decoder: Decoder, weights: LoraWeights, model: Path,
 def assert_adds_as_peft(decoder: Decoder, weights: LoraWeights, model: Path, directory: Path) -> None:
     """What is added to the matrices of all experts. B times its scale is rounded to float32 once."""
     merged, base = peft_model(model, directory).double().merge_and_unload(), peft_model(model, directory)
-    for parameter, stack in decoder.lora_stacks().items():
+    for parameter, stack in decoder.adaptable().stacks.items():
         if len(stack.modules) == 1 or stack.modules[0][0] not in weights:
             continue
         before: Any = base.get_base_model().get_submodule(parameter.rpartition(".")[0])
@@ -131,7 +130,7 @@ def test_modules_of_each_expert(tmp_path: Path, name: str) -> None:
     decoder = load(model)
     weights, generator = {}, torch.Generator().manual_seed(1)
     leaves = set()
-    for module, (outputs, inputs) in decoder.lora_modules().items():
+    for module, (outputs, inputs) in decoder.adaptable().modules.items():
         if ".experts." in module:
             a, b = (0.1 * torch.randn(*size, generator=generator) for size in ((3, inputs), (outputs, 3)))
             weights[module] = LoraPair(a, b)

@@ -35,8 +35,7 @@ def make(directory: Path, model: Path, how: str) -> Path:
 
 
 def read(directory: Path, decoder: Decoder) -> Adapter:
-    modules, base = decoder.lora_modules(), decoder.base_matrices()
-    return read_adapter(directory, modules, max_rank=16, max_bytes=1 << 20, base=base)
+    return read_adapter(directory, decoder.adaptable(), max_rank=16, max_bytes=1 << 20)
 
 
 def change(directory: Path, by: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -19,6 +19,7 @@ from workers.operations import Command, Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, RowOutput
 
 VOCABULARY, LAYERS = 1000, 4
+SIZES = worker_wire.ModelSizes(VOCABULARY, LAYERS)
 Output = types_pb2.OutputOptions
 Draw = types_pb2.SamplingParams
 OUTPUTS = (
@@ -80,13 +81,13 @@ def taken(messages: list[worker_pb2.WorkerCommand]) -> list[Command]:
     found: list[Command] = []
     for message in messages:
         if message.WhichOneof("command") == "decodes":
-            decodes, others = worker_wire.to_decodes(message.decodes, VOCABULARY, LAYERS)
+            decodes, others = worker_wire.to_decodes(message.decodes, SIZES)
             for forward in decodes.forwards():
                 assert forward.is_plain
                 found.append(forward)
-            found += [worker_wire.to_command(other, VOCABULARY, LAYERS) for other in others]
+            found += [worker_wire.to_command(other, SIZES) for other in others]
         else:
-            found.append(worker_wire.to_command(message, VOCABULARY, LAYERS))
+            found.append(worker_wire.to_command(message, SIZES))
     return found
 
 
@@ -113,7 +114,7 @@ def test_commands_are_those_that_are_sent_one_by_one(seed: int) -> None:
     for command in commands:
         message = worker_pb2.WorkerCommand()
         gateway_wire.write_command(command, message)
-        expected.append(worker_wire.to_command(message, VOCABULARY, LAYERS))
+        expected.append(worker_wire.to_command(message, SIZES))
     messages = sent(commands)
     assert len(messages) < len(commands), "decodes that follow each other are one command"
     found = taken(messages)
@@ -135,7 +136,7 @@ def test_equal_options_are_sent_and_decoded_once() -> None:
     ]
     (message,) = sent(commands)
     assert list(message.decodes.options) == [options]
-    decodes, others = worker_wire.to_decodes(message.decodes, VOCABULARY, LAYERS)
+    decodes, others = worker_wire.to_decodes(message.decodes, SIZES)
     assert not others and len(decodes.kinds) == 1
     arrived_ns = decodes.columns[ARRIVED_NS]
     assert (arrived_ns > 0).all() and (decodes.columns[DEADLINE] > arrived_ns).all()
@@ -146,7 +147,7 @@ def test_options_that_are_not_there_are_refused() -> None:
     (message,) = sent([command_of(SentForward(1, 1, 9, append, 1, 0, 1))])
     del message.decodes.options[:]
     with pytest.raises(ValueError, match="options"):
-        worker_wire.to_decodes(message.decodes, VOCABULARY, LAYERS)
+        worker_wire.to_decodes(message.decodes, SIZES)
 
 
 @pytest.mark.parametrize("has_outputs", [False, True])

@@ -68,7 +68,7 @@ def test_each_operation_counts_under_its_own_kind(executor: InProcess) -> None:
 
 
 def prefix_counts(executor: InProcess) -> tuple[int, int]:
-    usage = executor.cache_metrics_snapshot()
+    usage = executor.engine.kv_table.usage()
     return usage.prefix_hit_tokens, usage.prefix_query_tokens
 
 
@@ -123,15 +123,15 @@ def test_small_pools_warm_up_and_serve(tmp_path: Path, pages: int, weightless: b
         executor = PagedAttentionExecutor.create(kv_pages=pages)
     else:
         executor = LlmExecutor.load(make_model(tmp_path, TinyModel()), kv_pages=pages)
-    empty = executor.cache_metrics_snapshot()
+    empty = executor.engine.kv_table.usage()
     executor.warmup()
-    assert executor.cache_metrics_snapshot() == empty
+    assert executor.engine.kv_table.usage() == empty
     assert executor.status().counts.steps == 0
     assert executor.capabilities().kv_capacity_tokens == 16 * pages
     executor.prefill(1, [3] * (16 * pages - 1))
     executor.decode(1, 3)
     executor.release_cache(1)
-    assert executor.cache_metrics_snapshot().pages_referenced == 0
+    assert executor.engine.kv_table.usage().pages_referenced == 0
 
 
 def test_no_pages_are_refused_as_a_setting() -> None:

@@ -315,7 +315,7 @@ def test_a_directory_with_several_models_is_to_be_named_with_one(tmp_path: Path)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"general.architecture": "rwkv7"},
-        "general.architecture: 'rwkv7' is none of arcee, ",
+        "general.architecture: 'rwkv7' is not served: docs/models.md has what is",
     ),
     "unknown key": ({"qwen3.attention.scale": 0.1}, "qwen3.attention.scale: is not supported, got 0.1"),
     "missing": ({"qwen3.block_count": None}, "qwen3.block_count: is missing"),

@@ -116,7 +116,7 @@ def test_ranks_have_the_parts_of_the_whole(name: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", family(tmp_path / "hf", name, **sizes), MIXED)
     whole, split = load_decoder(file, "float32"), split_model(file, 2, "float32", pack=False)
     assert_parts_are_those_of(whole, split.models)
-    weights = random_lora(whole.lora_modules())
+    weights = random_lora(whole.adaptable().modules)
     whole.allocate_lora(1, 8)
     split.allocate_lora(1, 8)
     whole.set_lora(0, whole.pack_lora(weights))
@@ -151,7 +151,7 @@ def test_adapters_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None
     for path in (file, directory):
         decoder = load_decoder(path, "float32", pack=True)
         add_adapters(decoder)
-        found.append((decoder.lora_modules(), logits(decoder, TEXT), logits(decoder, TEXT, lora_slot=1)))
+        found.append((decoder.adaptable().modules, logits(decoder, TEXT), logits(decoder, TEXT, lora_slot=1)))
     (modules, plain, adapted), (expected_modules, _, expected) = found
     assert modules == expected_modules
     assert error(adapted, expected).max() < tolerance(torch.float32)

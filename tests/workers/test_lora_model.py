@@ -29,7 +29,7 @@ from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.models.decoder import Decoder
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.errors import UnsupportedError
-from workers.models.lora import LoraPair, LoraWeights
+from workers.models.lora import Adaptable, LoraPair, LoraWeights
 from workers.models.registry import FAMILIES
 from workers.models.stacked_experts import separated_values
 
@@ -69,7 +69,7 @@ def adapter(decoder: Decoder, seed: int, share: float = 0.7) -> LoraWeights:
     """Of random ranks for a share of the modules; what it adds is about as large as the weights are."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     found = {}
-    for name, (outputs, inputs) in decoder.lora_modules().items():
+    for name, (outputs, inputs) in decoder.adaptable().modules.items():
         rank = dice.choice((1, 2, 5, 8, 16, 19, 33, 40, 256))
         if dice.random() < share:
             a = torch.randn(rank, inputs, generator=generator)
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_refused_by_its_name(small: Path) -> None:
     decoder = load(small)
     good = LoraPair(torch.ones(3, 64), torch.ones(128, 3))
     name = "model.layers.1.self_attn.q_proj"
-    assert decoder.lora_modules()[name] == (128, 64)
+    assert decoder.adaptable().modules[name] == (128, 64)
     for weights, told in (
         ({"model.layers.2.self_attn.q_proj": good}, "model.layers.2.self_attn.q_proj"),
         ({"lm_head": good, name: good}, "lm_head"),
@@ -218,7 +218,7 @@ def test_its_bytes_are_those_of_its_matrices(small: Path) -> None:
     decoder = load(small, torch.bfloat16)
     weights = {
         name: LoraPair(torch.ones(16, i), torch.ones(o, 16))
-        for name, (o, i) in decoder.lora_modules().items()
+        for name, (o, i) in decoder.adaptable().modules.items()
     }
     plain = sum(2 * (pair.a.numel() + pair.b.numel()) for pair in weights.values())
     assert decoder.pack_lora(weights).bytes == plain
@@ -227,6 +227,6 @@ def test_its_bytes_are_those_of_its_matrices(small: Path) -> None:
 
 def test_other_models_take_none() -> None:
     model = EmbeddingAttention()
-    assert model.max_lora_slots == 0 and model.lora_modules() == {}
+    assert model.max_lora_slots == 0 and model.adaptable() == Adaptable()
     with pytest.raises(UnsupportedError):
         model.allocate_lora(1, 8)

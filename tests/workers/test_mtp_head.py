@@ -151,8 +151,8 @@ def test_whatever_happens_to_a_sequence_the_head_follows(made: tuple[str, Path])
             if forward.drafts:
                 check(oracle, [*text, chosen(forward)], forward.drafts)
     assert rejected and reused
-    drafted.executor.shutdown()
-    assert not drafted.executor.cache_metrics_snapshot().pages_referenced
+    drafted.executor.engine.release_all()
+    assert not drafted.executor.engine.kv_table.usage().pages_referenced
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ async def test_a_field_that_the_protos_do_not_have_is_refused_by_its_path(index:
     path, message = [*messages_in(options)][index]
     message.MergeFromString(UNKNOWN)
     with pytest.raises(wire.UnknownFieldError) as refused:
-        wire.to_command(command(1, options.SerializeToString()), 64)
+        wire.to_command(command(1, options.SerializeToString()), wire.ModelSizes(64))
     assert refused.value.field == f"{path}200"
     async with served(kv_pages=32) as (gateway, _):
         gateway.ask(op_id=1, forward=command(1, options.SerializeToString()).forward)
@@ -92,7 +92,7 @@ def test_a_field_of_the_protos_alone_is_refused(
     output = message if is_output else types_pb2.OutputOptions(sampling=message)
     data = worker_pb2.ForwardOptions(rows=1, output=output).SerializeToString()
     with pytest.raises(wire.UnknownFieldError) as refused:
-        wire.to_command(command(1, data), 64)
+        wire.to_command(command(1, data), wire.ModelSizes(64))
     assert refused.value.field == path
 
 

@@ -209,7 +209,7 @@ def add_adapters(decoder: Decoder) -> None:
         generator = torch.Generator().manual_seed(slot)
         pairs = {
             name: LoraPair(*(torch.randn(*size, generator=generator) for size in ((4, inputs), (outputs, 4))))
-            for name, (outputs, inputs) in decoder.lora_modules().items()
+            for name, (outputs, inputs) in decoder.adaptable().modules.items()
         }
         decoder.set_lora(slot, decoder.pack_lora(pairs))
 

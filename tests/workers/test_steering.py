@@ -28,6 +28,7 @@ from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows
 from tests.workers.test_lora_model import LENGTHS, TEXT_SLOTS, adapter, load, logits_of
 from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
+from workers.models.lora import Adaptable
 from workers.models.steering import SteeringTable
 
 # With norms before sublayers only, before and behind them, with experts, and with layers of one sublayer, of
@@ -72,7 +73,7 @@ def hooked(directory: Path, vectors: Vectors) -> Any:
 def test_rows_are_the_librarys(made: Path) -> None:
     """In random chunks, beside rows without one and those of a LoRA adapter."""
     decoder = load(made)
-    vectors = {slot: vectors_of(decoder.steering_shape, slot) for slot in STEERED}
+    vectors = {slot: vectors_of(decoder.adaptable().steering_shape, slot) for slot in STEERED}
     for slot in STEERED:
         decoder.set_lora(slot, decoder.pack_lora({}, vectors[slot]))
     decoder.set_lora(4, decoder.pack_lora(adapter(decoder, 4)))
@@ -94,7 +95,7 @@ def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype
     decoder, texts = load(made, dtype), random_texts(4, LENGTHS)
     plain = logits_of(decoder, texts, (-1,) * len(texts))
     for slot in STEERED:
-        decoder.set_lora(slot, decoder.pack_lora({}, vectors_of(decoder.steering_shape, slot)))
+        decoder.set_lora(slot, decoder.pack_lora({}, vectors_of(decoder.adaptable().steering_shape, slot)))
     assert_same_bits(decoder, texts, made.name, lora_slots=TEXT_SLOTS)
     found = logits_of(decoder, texts, TEXT_SLOTS)
     for slot, row, expected in zip(TEXT_SLOTS, found, plain, strict=True):
@@ -130,12 +131,13 @@ def test_the_rows_of_a_prompt_share_their_vectors() -> None:
 
 
 SHAPE = (2, 64)
+STEERABLE = Adaptable(steering_shape=SHAPE)
 ONES = torch.ones(64)
 
 
 def test_a_directory_is_read_with_its_strength(tmp_path: Path) -> None:
     write(tmp_path, {"direction.1": ONES.bfloat16()}, strength=-1.5, base_model_name_or_path="any")
-    read = read_adapter(tmp_path, {}, max_rank=1, max_bytes=1 << 20, steering_shape=SHAPE)
+    read = read_adapter(tmp_path, STEERABLE, max_rank=1, max_bytes=1 << 20)
     assert read.rank == 0 and not read.weights and [*read.steering] == [1]
     assert torch.equal(read.steering[1], -1.5 * ONES)
 
@@ -160,15 +162,15 @@ def test_what_is_wrong_is_refused(
 ) -> None:
     write(tmp_path, tensors, **settings)
     with pytest.raises(AdapterError, match=why):
-        read_adapter(tmp_path, {}, max_rank=1, max_bytes=1 << 20, steering_shape=SHAPE)
+        read_adapter(tmp_path, STEERABLE, max_rank=1, max_bytes=1 << 20)
 
 
 def test_where_none_can_be_and_where_they_are_too_large(tmp_path: Path) -> None:
     write(tmp_path, {"direction.1": ONES})
     with pytest.raises(AdapterError, match="need a native model on a CPU"):
-        read_adapter(tmp_path, {}, max_rank=1, max_bytes=1 << 20)
+        read_adapter(tmp_path, Adaptable(), max_rank=1, max_bytes=1 << 20)
     with pytest.raises(AdapterError, match="needs 1 MiB, and 0 MiB are allowed"):
-        read_adapter(tmp_path, {}, max_rank=1, max_bytes=511, steering_shape=SHAPE)
+        read_adapter(tmp_path, STEERABLE, max_rank=1, max_bytes=511)
 
 
 def test_32_in_one_step_and_after_a_kill(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ def test_adapters(made: tuple[str, Path], ranks: int) -> None:
     """Each rank has the rows or columns of A and B that belong to its part of a projection."""
     _, directory = made
     alone, split = load_decoder(directory, pack=True), split_model(directory, ranks)
-    modules = alone.lora_modules()
-    assert split.models[0].lora_modules() == modules
+    modules = alone.adaptable().modules
+    assert split.models[0].adaptable().modules == modules
     weights = random_lora(modules)
     alone.allocate_lora(2, 8)
     alone.set_lora(1, alone.pack_lora(weights))

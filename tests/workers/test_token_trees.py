@@ -114,7 +114,7 @@ def test_a_tree_that_ends_in_between_leaves_nothing(
     text = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))]
     executor.prefill(1, text)
     tree = random_tree(dice, 5, 40, VOCAB)
-    pages = executor.cache_metrics_snapshot().pages_referenced
+    pages = executor.engine.kv_table.usage().pages_referenced
     op = operation(executor, 1, tree)
     engine.begin(op)
     engine.execute([Chunk(op, 0, dice.randint(1, 39))])
@@ -125,7 +125,7 @@ def test_a_tree_that_ends_in_between_leaves_nothing(
                 engine.execute([Chunk(op, op.computed, op.remaining)])
     engine.roll_back(op)
     executor.check_integrity()
-    assert executor.cache_metrics_snapshot().pages_referenced == pages
+    assert executor.engine.kv_table.usage().pages_referenced == pages
     assert_holds(executor, model, 1, text)
     outputs, path = executor.verify_tree(1, tree.token_ids, tree.parents)
     assert_holds(executor, model, 1, text + [tree.token_ids[index] for index in path])
@@ -175,14 +175,14 @@ def test_penalties_count_a_path_and_nothing_beside_it(executor: InProcess) -> No
 
 def test_what_is_refused_leaves_nothing(executor: InProcess) -> None:
     executor.prefill(1, [1, 2, 3])
-    before = executor.cache_metrics_snapshot()
+    before = executor.engine.kv_table.usage()
     executor.prefill(3, [1] * 500)
     executor.prefill(4, [2] * 460)
     with pytest.raises(OutOfPages):
         executor.verify_tree(1, [1] * 64, [0] * 63)
     executor.release_cache(3)
     executor.release_cache(4)
-    assert executor.cache_metrics_snapshot().tokens == before.tokens
+    assert executor.engine.kv_table.usage().tokens == before.tokens
     executor.check_integrity()
 
 

@@ -98,7 +98,7 @@ def test_all_that_a_request_can_have_is_asked_for(
 @pytest.mark.parametrize("length", [2, 3, 16, 17, 19])
 def test_whatever_the_context_no_page_stays(tmp_path: Path, length: int) -> None:
     executor = LlmExecutor.load(make_model(tmp_path, TinyModel(max_positions=length)), kv_pages=2)
-    empty = executor.cache_metrics_snapshot()
+    empty = executor.engine.kv_table.usage()
     executor.warmup()
-    assert executor.cache_metrics_snapshot() == empty
+    assert executor.engine.kv_table.usage() == empty
     executor.check_integrity()

@@ -21,7 +21,7 @@ def decoded(options: worker_pb2.ForwardOptions, *, default_seed: int = 0, keep_a
         keep_all=keep_all,
         kind="OPERATION_KIND_DECODE",
     )
-    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), VOCAB)
+    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), wire.ModelSizes(VOCAB))
     assert isinstance(command, Forward)
     return command
 
@@ -57,12 +57,14 @@ def test_masks_are_not_remembered() -> None:
     assert decoded(of_a_row).choices[0] is not decoded(of_a_row).choices[0]
 
 
-def given(data: bytes, start: int = 0, sizes: wire.ExpertSizes = (2, 6, 3), salt: bytes = b"") -> Forward:
+def given(data: bytes, start: int = 0, sizes: tuple[int, int, int] = (2, 6, 3), salt: bytes = b"") -> Forward:
     options = worker_pb2.ForwardOptions(rows=1, experts=data, experts_from=start)
     body = worker_pb2.ForwardCommand(
         sequence=1, token_ids=[1], options=options.SerializeToString(), kind="OPERATION_KIND_SCORE", salt=salt
     )
-    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), VOCAB, 0, sizes)
+    command = wire.to_command(
+        worker_pb2.WorkerCommand(op_id=1, forward=body), wire.ModelSizes(VOCAB, 0, *sizes)
+    )
     assert isinstance(command, Forward)
     return command
 
@@ -85,7 +87,7 @@ def test_given_experts_have_the_shape_of_the_model() -> None:
         (b"\x00", (0, 0, 0)),
     ],
 )
-def test_experts_that_the_model_does_not_have(data: bytes, sizes: wire.ExpertSizes) -> None:
+def test_experts_that_the_model_does_not_have(data: bytes, sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"experts?|reshape|buffer"):
         given(data, sizes=sizes)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -18,7 +17,7 @@ from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.steering import read_steering, read_strength
 from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pairs
 from workers.common.adapter_files import file_identity
-from workers.models.lora import BaseMatrix, ExpertStack, LoraPair, LoraWeights
+from workers.models.lora import Adaptable, LoraPair, LoraWeights
 
 PICKLE_FILE = "adapter_model.bin"
 
@@ -40,28 +39,14 @@ class Adapter:
     steering: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
-def read_adapter(
-    directory: Path,
-    modules: Mapping[str, tuple[int, int]],
-    *,
-    max_rank: int,
-    max_bytes: int,
-    base: Mapping[str, BaseMatrix] = MappingProxyType({}),
-    stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
-    steering_shape: tuple[int, int] | None = None,
-    takes_dora: bool = False,
-) -> Adapter:
+def read_adapter(directory: Path, model: Adaptable, *, max_rank: int, max_bytes: int) -> Adapter:
     """Read a directory. Takes `max_bytes` of memory and a few MiB.
 
     Args:
         directory: The adapter. Its two files may be links, as in a snapshot of the hub.
-        modules: The outputs and inputs of each module that may have an adapter.
+        model: What adapters of the model may have.
         max_rank: The largest rank that is allowed.
         max_bytes: The most memory that the weights may take, as float32.
-        base: The matrices of the model that the adapter may repeat, by the names of their tensors.
-        stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
-        steering_shape: The layers and the hidden size for steering vectors; None: it takes none.
-        takes_dora: The model takes adapters of DoRA.
 
     Raises:
         AdapterError: The adapter is not supported, does not fit the model, or changed while it was read.
@@ -69,14 +54,14 @@ def read_adapter(
     before = identity(directory)
     strength = read_strength(directory)
     if strength is not None:
-        vectors = read_steering(directory, steering_shape, strength=strength, max_bytes=max_bytes)
+        vectors = read_steering(directory, model.steering_shape, strength=strength, max_bytes=max_bytes)
         return _unchanged(directory, Adapter({}, 0, before, vectors))
     settings = read_settings(directory)
-    if settings.is_dora and not takes_dora:
+    if settings.is_dora and not model.takes_dora:
         raise AdapterError(f"{CONFIG_FILE}: use_dora: DoRA needs --device cpu and one rank, or {MERGE}")
-    pairs = find_pairs(directory, modules, base, stacks, settings)
+    pairs = find_pairs(directory, model, settings)
     with errors_of_file(directory / CONFIG_FILE):
-        _check_targets(settings, pairs, modules, stacks)
+        _check_targets(settings, pairs, model)
         scales = {module: _scale(settings, pair, max_rank) for module, pair in pairs.items()}
     size_bytes = sum(pair.size_bytes for pair in pairs.values())
     if size_bytes > max_bytes:
@@ -122,12 +107,7 @@ def identity(directory: Path) -> str:
     return ".".join(parts)
 
 
-def _check_targets(
-    settings: LoraSettings,
-    pairs: Mapping[str, PairEntries],
-    modules: Mapping[str, tuple[int, int]],
-    stacks: Mapping[str, ExpertStack],
-) -> None:
+def _check_targets(settings: LoraSettings, pairs: Mapping[str, PairEntries], model: Adaptable) -> None:
     """Raises AdapterError unless the modules and parameters with tensors are those that the config names."""
     for pair in pairs.values():
         if pair.stack is None and pair.name not in settings.targets:
@@ -136,15 +116,15 @@ def _check_targets(
                 " them, so name it or remove them"
             )
     example = next(iter(pairs.values())).name
-    of_experts = {module for stack in stacks.values() for expert in stack.modules for module in expert}
-    if settings.is_dora and not pairs.keys().isdisjoint({*of_experts, *stacks}):
+    of_experts = {module for stack in model.stacks.values() for expert in stack.modules for module in expert}
+    if settings.is_dora and not pairs.keys().isdisjoint({*of_experts, *model.stacks}):
         raise AdapterError(f"use_dora: DoRA of experts is not supported: {MERGE}")
-    if of_experts.isdisjoint(pairs):
-        # To the library that saved it they were no modules.
-        modules = {module: shape for module, shape in modules.items() if module not in of_experts}
+    # To the library that saved it experts were no modules, if none has an adapter of its own.
+    left_out = of_experts if of_experts.isdisjoint(pairs) else set()
+    modules = [module for module in model.modules if module not in left_out]
     for setting, every, is_named in (
         ("target_modules", modules, settings.targets.__contains__),
-        ("target_parameters", stacks, settings.targets.has_parameter),
+        ("target_parameters", model.stacks, settings.targets.has_parameter),
     ):
         for module in every:
             name = name_in_file(module, example)

@@ -6,7 +6,7 @@ Used by the thread of the step loop.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -26,19 +26,19 @@ class LoadedAdapter(Generic[_Weights]):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoraAdapterMetrics:
     """The use of one adapter, named as in the protos."""
 
     version: int
-    rank: int
-    operations: int
-    tokens: int
-    resident: bool
-    size_bytes: int
-    loads: int
-    evictions: int
-    waiting: int
+    rank: int = 0
+    operations: int = 0
+    tokens: int = 0
+    resident: bool = False
+    size_bytes: int = 0
+    loads: int = 0
+    evictions: int = 0
+    waiting: int = 0
 
 
 class Slots(Protocol[_Taken_contra]):
@@ -66,32 +66,12 @@ class KnownAdapter(Generic[_Weights]):
     """An adapter that forwards can name. `ResidentAdapters` sets its slot and weights."""
 
     source: AdapterSource
+    metrics: LoraAdapterMetrics
     slot: int = -1
     # None: it is not resident.
     weights: _Weights | None = None
-    rank: int = 0
-    size_bytes: int = 0
-    operations: int = 0
-    tokens: int = 0
-    loads: int = 0
-    evictions: int = 0
-    # Forwards, and the commands to load it, that wait.
-    waiting: int = 0
+    # Those to load it that wait.
     commands: list[int] = field(default_factory=list)
-
-    def metrics(self) -> LoraAdapterMetrics:
-        """What is reported of it. Any thread may call it."""
-        return LoraAdapterMetrics(
-            version=self.source.number,
-            rank=self.rank,
-            operations=self.operations,
-            tokens=self.tokens,
-            resident=self.slot >= 0,
-            size_bytes=self.size_bytes,
-            loads=self.loads,
-            evictions=self.evictions,
-            waiting=self.waiting,
-        )
 
 
 class ResidentAdapters(Generic[_Weights]):
@@ -128,7 +108,7 @@ class ResidentAdapters(Generic[_Weights]):
         Raises AdapterError if there cannot be room.
         """
         pinned = [one for one in self._resident.values() if one.source.pinned]
-        pinned_bytes = sum(one.size_bytes for one in pinned)
+        pinned_bytes = sum(one.metrics.size_bytes for one in pinned)
         if len(pinned) == self.max_adapters or pinned_bytes + loaded.size_bytes > self._max_bytes:
             # Before others are evicted for nothing.
             raise AdapterError("the memory for adapters (max_lora_adapters, max_lora_bytes) is too small")
@@ -141,13 +121,14 @@ class ResidentAdapters(Generic[_Weights]):
             victim = next((one for one in evictable if one.source.number not in used), None)
             if victim is None:
                 return False
-            victim.evictions += 1
+            victim.metrics.evictions += 1
             self.remove(victim)
         slot = self._free_slots.pop()
         self._model.set_lora(slot, loaded.weights)
         known.slot, known.weights = slot, loaded.weights
-        known.rank, known.size_bytes = loaded.rank, loaded.size_bytes
-        known.loads += 1
+        known.metrics.rank, known.metrics.size_bytes = loaded.rank, loaded.size_bytes
+        known.metrics.loads += 1
+        known.metrics.resident = True
         self._used_bytes += loaded.size_bytes
         self._resident[known.source.number] = known
         return True
@@ -156,8 +137,8 @@ class ResidentAdapters(Generic[_Weights]):
         """Empties the slot of a resident adapter."""
         self._model.set_lora(known.slot, None)
         self._free_slots.append(known.slot)
-        self._used_bytes -= known.size_bytes
-        known.slot, known.weights = -1, None
+        self._used_bytes -= known.metrics.size_bytes
+        known.slot, known.weights, known.metrics.resident = -1, None, False
         del self._resident[known.source.number]
 
     def move(self) -> None:
@@ -178,14 +159,3 @@ class ResidentAdapters(Generic[_Weights]):
     def fits(self, loaded: LoadedAdapter[_Weights]) -> bool:
         """Whether what was read is for the weights that are served."""
         return self._model.fits(loaded.weights)
-
-    def check_integrity(self, adapters: Iterable[KnownAdapter[_Weights]]) -> None:
-        """Raises AssertionError if an invariant does not hold. `adapters`: all that are known."""
-        resident = {known.source.number: known.slot for known in adapters if known.slot >= 0}
-        slots = list(resident.values())
-        num_slots = self._num_slots or 0
-        assert {*slots, *self._free_slots} == {*range(num_slots)}, "each slot has an owner"
-        assert len(slots) + len(self._free_slots) == num_slots, "and only one"
-        assert self._resident.keys() == resident.keys()
-        assert self._used_bytes == sum(known.size_bytes for known in self._resident.values())
-        assert self._used_bytes <= self._max_bytes

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from workers.adapters.config import CONFIG_FILE, MAX_FILE_BYTES, signed_number
+from workers.adapters.config import CONFIG_FILE, signed_number
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.tensors import WEIGHTS_FILE, read_scaled
 from workers.models.checkpoint import DTYPES, TensorEntry, read_header
-from workers.models.files import parse_object, read_file
+from workers.models.files import read_object
 
 STEERING = "STEERING_VECTOR"
 _KEYS = {"peft_type", "strength", "base_model_name_or_path"}
@@ -30,7 +30,7 @@ def read_strength(directory: Path) -> float | None:
     """The factor of a directory's vectors. None: it is an adapter of another kind. Raises AdapterError."""
     file = directory / CONFIG_FILE
     with errors_of_file(file):
-        settings = parse_object(read_file(file, MAX_FILE_BYTES), file)
+        settings = read_object(file)
         if settings.get("peft_type") != STEERING:
             return None
         for name in sorted(settings.keys() - _KEYS):

@@ -11,6 +11,7 @@ Used by the thread of the step loop, except where said.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -99,7 +100,7 @@ class AdapterTable(Generic[_Weights]):
             # With other files it is what a gateway tried before it ended, and the next one gave its number
             # to another adapter.
             self._forget(source.number)
-            self._known[source.number] = KnownAdapter(source)
+            self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(source.number))
         if not command.load:
             self._results.append(Done(command.op_id))
             return
@@ -116,8 +117,8 @@ class AdapterTable(Generic[_Weights]):
         known = self._known.get(forward.adapter)
         if known is not None:
             if forward.kind is not Kind.REPLAY:
-                known.operations += 1
-                known.tokens += len(forward.token_ids)
+                known.metrics.operations += 1
+                known.metrics.tokens += len(forward.token_ids)
             if known.slot >= 0:
                 self._resident.used(known)
 
@@ -140,7 +141,7 @@ class AdapterTable(Generic[_Weights]):
             return True
         self._waiting.append(forward)
         self._has_changed = True
-        known.waiting += 1
+        known.metrics.waiting += 1
         if known.slot < 0:
             self._want(known)
         return False
@@ -193,7 +194,7 @@ class AdapterTable(Generic[_Weights]):
             for forward in self._waiting:
                 known = self._known[forward.adapter]
                 if known.slot >= 0:
-                    known.waiting -= 1
+                    known.metrics.waiting -= 1
                     forward.lora_slot = known.slot
                     self._resident.used(known)
                     ready.append(forward)
@@ -205,21 +206,22 @@ class AdapterTable(Generic[_Weights]):
         results, self._results = self._results, []
         return ready, results
 
-    def remove(self, op_id: int) -> Forward | None:
-        """Drops and returns a waiting forward that is aborted."""
-        return next(iter(self._remove(lambda forward: forward.op_id == op_id)), None)
-
-    def expire(self, now_ns: int) -> list[Forward]:
-        """Drops and returns the waiting forwards whose deadline has passed."""
-        return self._remove(lambda forward: forward.deadline_ns is not None and forward.deadline_ns < now_ns)
-
-    def drop_forwards(self) -> None:
-        """Drops all waiting forwards, which get no answer."""
-        self._remove(lambda _: True)
+    def drop(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
+        """Drops and returns waiting forwards, which get no answer."""
+        removed: list[Forward] = []
+        still: deque[Forward] = deque()
+        for forward in self._waiting:
+            (removed if unwanted(forward) else still).append(forward)
+        self._waiting = still
+        for forward in removed:
+            known = self._known.get(forward.adapter)
+            if known is not None:
+                known.metrics.waiting -= 1
+        return removed
 
     def clear(self) -> None:
         """Drops all waiting forwards and answers. Resident adapters stay."""
-        self.drop_forwards()
+        self.drop(lambda _: True)
         self._results = []
         for known in self._known.values():
             known.commands = []
@@ -228,20 +230,10 @@ class AdapterTable(Generic[_Weights]):
         """Puts the resident adapters into the slots of the model that has taken the place of another."""
         self._resident.move()
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant does not hold."""
-        self._resident.check_integrity(self._known.values())
-        for number, known in self._known.items():
-            assert known.waiting == sum(forward.adapter == number for forward in self._waiting)
-        for forward in self._waiting:
-            known = self._known[forward.adapter]
-            is_unplaced = self._unplaced is not None and self._unplaced[0] is known
-            assert is_unplaced or known in self._reader or known.slot >= 0, "what is waited for comes"
-
     def metrics(self) -> Sequence[LoraAdapterMetrics]:
         """The use of the adapters that were used. Any thread may call it."""
-        every = list(self._known.values())
-        return [known.metrics() for known in every if known.loads or known.operations or known.waiting]
+        every = [known.metrics for known in list(self._known.values())]
+        return [dataclasses.replace(one) for one in every if one.loads or one.operations or one.waiting]
 
     # Reading.
 
@@ -294,27 +286,16 @@ class AdapterTable(Generic[_Weights]):
     # Answers.
 
     def _answer(self, known: KnownAdapter[_Weights]) -> None:
-        self._results += [AdapterLoaded(op_id, known.rank, known.size_bytes) for op_id in known.commands]
+        found = known.metrics
+        self._results += [AdapterLoaded(op_id, found.rank, found.size_bytes) for op_id in known.commands]
         known.commands = []
 
     def _fail(self, known: KnownAdapter[_Weights], why: str) -> None:
         """Answers all that waits for an adapter. The next forward that needs it reads it again."""
-        waiting = self._remove(lambda forward: forward.adapter == known.source.number)
+        waiting = self.drop(lambda forward: forward.adapter == known.source.number)
         op_ids = [*known.commands, *(forward.op_id for forward in waiting)]
         self._results += [Failed(op_id, FailureReason.ADAPTER, why) for op_id in op_ids]
         known.commands = []
-
-    def _remove(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
-        removed: list[Forward] = []
-        still: deque[Forward] = deque()
-        for forward in self._waiting:
-            (removed if unwanted(forward) else still).append(forward)
-        self._waiting = still
-        for forward in removed:
-            known = self._known.get(forward.adapter)
-            if known is not None:
-                known.waiting -= 1
-        return removed
 
 
 def _has_files_of(known: KnownAdapter[_Weights], source: AdapterSource) -> bool:

@@ -18,7 +18,7 @@ from workers.adapters.config import MERGE, LoraSettings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.targets import Targets
 from workers.models.checkpoint import DTYPES, TensorEntry, name_of, read_header, read_parts
-from workers.models.lora import BaseMatrix, ExpertStack, LoraPair
+from workers.models.lora import Adaptable, BaseMatrix, ExpertStack, LoraPair
 from workers.models.text_part import LEFT_OUT, RENAMED
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -90,13 +90,7 @@ class PairEntries:
         return 4 * self.experts * -(-self.rank // unit) * unit * sum(self.shape)
 
 
-def find_pairs(
-    directory: Path,
-    modules: Mapping[str, tuple[int, int]],
-    base: Mapping[str, BaseMatrix],
-    stacks: Mapping[str, ExpertStack],
-    settings: LoraSettings,
-) -> dict[str, PairEntries]:
+def find_pairs(directory: Path, model: Adaptable, settings: LoraSettings) -> dict[str, PairEntries]:
     """The pairs in adapter_model.safetensors, by the name of the module or parameter in the model.
 
     Tensors of the other parts of a multimodal model are left out, as its weights are. So are the embedding
@@ -104,9 +98,7 @@ def find_pairs(
 
     Args:
         directory: The adapter.
-        modules: The outputs and inputs of each module that may have an adapter.
-        base: The matrices of the model that an adapter may repeat, by the names of their tensors.
-        stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
+        model: What adapters of the model may have.
         settings: What the config says.
 
     Raises:
@@ -115,14 +107,14 @@ def find_pairs(
     file = directory / WEIGHTS_FILE
     with errors_of_file(file):
         pairs: dict[str, PairEntries] = {}
-        most = max(_MAX_HEADER_BYTES, _HEADER_BYTES_OF_MODULE * len(modules))
+        most = max(_MAX_HEADER_BYTES, _HEADER_BYTES_OF_MODULE * len(model.modules))
         for tensor, entry in sorted(read_header(file, most).items()):
-            if _repeats(tensor, entry, base):
+            if _repeats(tensor, entry, model.base):
                 continue
             name, part = _split(tensor)
             if name.startswith(LEFT_OUT):
                 continue
-            key, found = _place(name, modules, stacks, settings.targets)
+            key, found = _place(name, model, settings.targets)
             pair = pairs.setdefault(key, found)
             if pair.name != found.name or part in pair.parts:
                 raise AdapterError(f"tensor {quoted(tensor)}: is there twice, under different names")
@@ -200,9 +192,7 @@ def _split(tensor: str) -> tuple[str, str]:
     return tensor.removeprefix(_PREFIX).removesuffix(suffix), _SUFFIXES[suffix]
 
 
-def _place(
-    name: str, modules: Mapping[str, tuple[int, int]], stacks: Mapping[str, ExpertStack], targets: Targets
-) -> tuple[str, PairEntries]:
+def _place(name: str, model: Adaptable, targets: Targets) -> tuple[str, PairEntries]:
     """The module or parameter of the model that a module of the file is, and its empty pair.
 
     Raises AdapterError.
@@ -211,12 +201,12 @@ def _place(
         renamed = after + name.removeprefix(before)
         if not name.startswith(before):
             continue
-        if renamed in modules and not targets.has_parameter(f"{name}.weight"):
-            return renamed, PairEntries(name, modules[renamed])
-        parameter = _parameter(renamed, before, after, stacks, targets)
+        if renamed in model.modules and not targets.has_parameter(f"{name}.weight"):
+            return renamed, PairEntries(name, model.modules[renamed])
+        parameter = _parameter(renamed, before, after, model.stacks, targets)
         if parameter is not None:
-            stack = stacks[parameter]
-            shapes = [modules[module] for module in stack.modules[0]]
+            stack = model.stacks[parameter]
+            shapes = [model.modules[module] for module in stack.modules[0]]
             shape = sum(outputs for outputs, _ in shapes), shapes[0][1]
             return parameter, PairEntries(before + parameter.removeprefix(after), shape, stack)
     kind = next((kind for part, kind in _OTHER_MODULES.items() if part in name), None)

@@ -101,12 +101,10 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         # uvloop's is no subclass of it.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._buffer += data
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
@@ -119,17 +117,14 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
         self.close()
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._room = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         room, self._room = self._room, None
         if room is not None and not room.done():
             room.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the reason does not matter
-        """See asyncio.Protocol."""
         self.has_ended = True
         self.resume_writing()
         if self._arrived is not None and not self._arrived.done():

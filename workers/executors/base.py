@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from workers.adapters.slots import LoraAdapterMetrics
 from workers.adapters.table import AdapterTable
 from workers.common.draft_models import MTP_HEAD
 from workers.drafting import Drafting, Drafts
@@ -20,7 +19,6 @@ from workers.executors.engine import Engine
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.executors.replacement import WeightsReplacement
 from workers.head_drafting import HeadDrafting
-from workers.kv.table import PoolUsage
 from workers.kv_disk import KvDisk
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.model import ModelDescription
@@ -127,7 +125,7 @@ class ModelExecutor:
             truncate(_WARM, length)
         if length + 2 <= self._capabilities.kv_capacity_tokens:
             self._warm_verifies(length)
-        usage = self.cache_metrics_snapshot()
+        usage = self.engine.kv_table.usage()
         if usage.pages_free + usage.pages_cached:  # otherwise the pool has room for one sequence only
             decode = self._append(_WARM, [0], _DRAWN, kind=Kind.DECODE)
             self._run(decode, self._append(_WARM_TOO, [0, 0], _MASKED))
@@ -175,16 +173,9 @@ class ModelExecutor:
                 raise forward.failure
             self.engine.complete(forward)
 
-    def shutdown(self) -> None:
-        """Removes all sequences."""
-        self.engine.release_all()
-        if self._draft_model is not None:
-            self._draft_model.shutdown()
-
     # Metadata and metrics.
 
     def info(self) -> ModelDescription:
-        """The model."""
         return self._model
 
     def capabilities(self) -> Capabilities:
@@ -202,14 +193,6 @@ class ModelExecutor:
         return dataclasses.replace(
             status, step_age_ns=drafting.step_age_ns, step_expected_ns=drafting.step_expected_ns
         )
-
-    def cache_metrics_snapshot(self) -> PoolUsage:
-        """How the pages are used."""
-        return self.engine.kv_table.usage()
-
-    def lora_metrics_snapshot(self) -> Sequence[LoraAdapterMetrics]:
-        """The use of adapters."""
-        return () if self.adapters is None else self.adapters.metrics()
 
 
 def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabilities:

@@ -41,13 +41,7 @@ def load_draft_model(
     if why := difference(text.tokenizer_json, own.tokenizer_json):
         raise ModelError(f"draft_model = {directory}: it needs the tokenizer of the model, and {why}")
     model, description = load_served(
-        directory,
-        dtype,
-        device,
-        None,
-        backend=choice.backend,
-        reason=choice.reason,
-        self_check=self_check,
+        directory, dtype, device, None, backend=choice.backend, reason=choice.reason, self_check=self_check
     )
     if model.state_shapes:
         # Its state would have to be computed again after most rejections.

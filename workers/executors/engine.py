@@ -294,11 +294,7 @@ class Engine:
         return StepInFlight(decodes, launched, launched_ns, joining, places, chunks)
 
     def _launched(
-        self,
-        decodes: Decodes,
-        chunks: Sequence[Chunk],
-        rows: Sequence[SamplingRow],
-        after: After | None,
+        self, decodes: Decodes, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], after: After | None
     ) -> LaunchedStep | None:
         page_size, keeps_logits = self.kv.page_size, not all(spec.is_token_only for spec in decodes.kinds)
         inputs = pack((), page_size, decodes, self.kv_table.page_tables(decodes.rows))
@@ -557,7 +553,6 @@ class Engine:
         return self.kv_table.release(sequence)
 
     def release_all(self) -> None:
-        """Removes all sequences."""
         for sequence in list(self.kv_table):
             self.kv_table.release(sequence.key)
 

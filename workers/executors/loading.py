@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError, without_path
 from workers.models.files import errors_naming
-from workers.models.lora import BaseMatrix, ExpertStack
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
 from workers.models.source import source_of
@@ -203,28 +201,10 @@ def load_served(  # noqa: PLR0913 - the settings of a load
         raise _explained(error, directory, reason) from error
 
 
-def read_source(
-    source: AdapterSource,
-    modules: Mapping[str, tuple[int, int]],
-    limits: LoraLimits,
-    base: Mapping[str, BaseMatrix] = MappingProxyType({}),
-    stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
-    steering_shape: tuple[int, int] | None = None,
-    *,
-    takes_dora: bool = False,
-) -> Adapter:
+def read_source(source: AdapterSource, model: Model, limits: LoraLimits) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
-    adapter = read_adapter(
-        directory,
-        modules,
-        max_rank=limits.max_rank,
-        max_bytes=limits.max_bytes,
-        base=base,
-        stacks=stacks,
-        steering_shape=steering_shape,
-        takes_dora=takes_dora,
-    )
+    adapter = read_adapter(directory, model.adaptable(), max_rank=limits.max_rank, max_bytes=limits.max_bytes)
     if source.digest:
         try:
             digest = content_digest(directory)

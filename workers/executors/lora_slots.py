@@ -81,7 +81,6 @@ class ModelSlots:
             self.max_lora_slots = slots
 
     def make_slots(self) -> int:
-        """See `Slots.make_slots`."""
         if not self._model.max_lora_slots:
             try:
                 self._model.allocate_lora(self.max_lora_slots, self._limits.max_rank)
@@ -91,11 +90,9 @@ class ModelSlots:
         return self._model.max_lora_slots
 
     def fits(self, packed: PackedLora) -> bool:
-        """See `Slots.fits`."""
         return packed.made_for is None or packed.made_for() is self._model
 
     def set_lora(self, slot: int, packed: PackedLora | None) -> None:
-        """See `Slots.set_lora`."""
         self._model.set_lora(slot, packed)
 
 
@@ -106,21 +103,12 @@ def on_made(runner: Runner | None) -> Callable[[], None]:
 
 def adapter_table(served: Served, limits: LoraLimits, runner: Runner) -> AdapterTable[PackedLora]:
     """The adapters of a model that is not split."""
-    modules, stacks = served.model.lora_modules(), served.model.lora_stacks()
     slots = ModelSlots(served, limits, on_made(runner))
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
         slots.agree(slots.find_room())
         model = served.model
-        adapter = read_source(
-            source,
-            modules,
-            limits,
-            base=model.base_matrices(),
-            stacks=stacks,
-            steering_shape=model.steering_shape,
-            takes_dora=model.takes_dora,
-        )
+        adapter = read_source(source, model, limits)
         packed = model.pack_lora(adapter.weights, adapter.steering)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 

@@ -65,11 +65,7 @@ def loading(
     if ranks is None:
         yield lambda description: description
         return
-    details: dict[str, object] = {
-        "dtype": dtype,
-        "quantization": quantization,
-        "rounds_rows": rounds_rows,
-    }
+    details: dict[str, object] = {"dtype": dtype, "quantization": quantization, "rounds_rows": rounds_rows}
     if question == "read_weights":
         # On the one thread that reads.
         ranks.weights_read += 1
@@ -89,7 +85,7 @@ def loading(
 
 
 class RankedSlots:
-    """Rank 0's slots for adapters. The other ranks have as many, and do to them what is done to these."""
+    """Rank 0's `Slots` for adapters. The other ranks have as many, and do to them what is done to these."""
 
     def __init__(self, own: ModelSlots, ranks: RankGroup) -> None:
         """Lead with the slots of rank 0."""
@@ -97,7 +93,6 @@ class RankedSlots:
 
     @property
     def max_lora_slots(self) -> int:
-        """See `Slots`."""
         return self._own.max_lora_slots
 
     def find_room(self, limits: LoraLimits) -> None:
@@ -120,11 +115,9 @@ class RankedSlots:
             raise DeviceLostError(f"slots for adapters are not on all ranks: {error}") from error
 
     def fits(self, packed: RankedLora) -> bool:
-        """See `Slots.fits`."""
         return self._own.fits(packed.packed)
 
     def set_lora(self, slot: int, packed: RankedLora | None) -> None:
-        """See `Slots.set_lora`."""
         self._own.set_lora(slot, None if packed is None else packed.packed)
         self._ranks.set_lora(slot, -1 if packed is None else packed.key)
 
@@ -133,7 +126,6 @@ def ranked_adapters(
     served: Served, limits: LoraLimits, ranks: RankGroup, runner: Runner
 ) -> AdapterTable[RankedLora]:
     """The adapters of a model that is split over ranks."""
-    modules, stacks = served.model.lora_modules(), served.model.lora_stacks()
     slots = RankedSlots(ModelSlots(served, limits, on_made(runner)), ranks)
     keys = itertools.count()
 
@@ -141,7 +133,7 @@ def ranked_adapters(
         slots.find_room(limits)
         key = next(keys)
         # The other ranks read it after this one, so that all have the same files.
-        adapter = read_source(source, modules, limits, stacks=stacks)
+        adapter = read_source(source, served.model, limits)
         with ranks.asking(
             "read_adapter",
             directory=source.directory,

@@ -54,7 +54,6 @@ class StepStats:
         self._counts.add_operation(Kind.DECODE, sum(times_ns), len(times_ns))
 
     def reset(self) -> None:
-        """Set all counts to zero."""
         self._counts = StepCounts()
 
     def status(self) -> ExecutorStatus:

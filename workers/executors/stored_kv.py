@@ -39,11 +39,7 @@ def open_kv_disk(
         )
         files = PageFiles(PageDirectory(directory, max_bytes), identity)
         disk = KvDisk(
-            engine.kv_table,
-            kv.stored_views,
-            files,
-            max_bytes=max_bytes,
-            write_bytes_per_s=write_bytes_per_s,
+            engine.kv_table, kv.stored_views, files, max_bytes=max_bytes, write_bytes_per_s=write_bytes_per_s
         )
     except (OSError, ModelError) as error:
         _log.error("KV is not stored on disk: %s", error)

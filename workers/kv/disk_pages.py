@@ -58,21 +58,21 @@ class ReadOutcome(Enum):
 
 @dataclass(slots=True)
 class DiskCounts:
-    """Pages since the start.
+    """Pages since the start, named as in the protos.
 
     Attributes:
-        wanted: Full pages of prompts and replays that were not in memory.
-        read: Those of them that were read from disk.
-        refused: Files that were found to be torn, changed or of another page.
-        written: Pages that this worker has stored.
-        dropped: Pages that left the memory before they were stored.
+        wanted_pages: Full pages of prompts and replays that were not in memory.
+        read_pages: Those of them that were read from disk.
+        refused_pages: Files that were found to be torn, changed or of another page.
+        written_pages: Pages that this worker has stored.
+        dropped_pages: Pages that left the memory before they were stored.
     """
 
-    wanted: int = 0
-    read: int = 0
-    refused: int = 0
-    written: int = 0
-    dropped: int = 0
+    wanted_pages: int = 0
+    read_pages: int = 0
+    refused_pages: int = 0
+    written_pages: int = 0
+    dropped_pages: int = 0
 
 
 class DiskPages:
@@ -98,7 +98,7 @@ class DiskPages:
     def discarded(self, digest: bytes) -> None:
         """The page of this digest is about to get other contents."""
         if self._queued.pop(digest, None) is not None:
-            self.counts.dropped += 1
+            self.counts.dropped_pages += 1
         elif (write := self._writing.pop(digest, None)) is not None:
             write.is_stale = True
 
@@ -122,9 +122,9 @@ class DiskPages:
         if self._writing.get(write.digest) is write:
             del self._writing[write.digest]
         if not is_stored:
-            self.counts.dropped += 1
+            self.counts.dropped_pages += 1
             return
-        self.counts.written += 1
+        self.counts.written_pages += 1
         self._found(write.digest)
 
     def _found(self, digest: bytes) -> None:
@@ -163,9 +163,9 @@ class DiskPages:
         """A read has ended. Returns the number of the page that has its contents, if these are good."""
         match outcome:
             case ReadOutcome.READ:
-                self.counts.read += 1
+                self.counts.read_pages += 1
             case ReadOutcome.REFUSED:
-                self.counts.refused += 1
+                self.counts.refused_pages += 1
                 self._on_disk.discard(digest)
             case ReadOutcome.MISSING:
                 self._on_disk.discard(digest)

@@ -120,7 +120,6 @@ class DiskThreads:
         self._writes.put_nowait(write)
 
     def read(self, reads: Sequence[PageRead]) -> None:
-        """Read these pages."""
         self._reads.put(reads)
 
     def _write_pages(self) -> None:

@@ -39,12 +39,10 @@ class IntegrityCheck:
         self._counted.add(key)
 
     def pages_added(self, key: int, pages: Iterable[int]) -> None:
-        """Note that a sequence has got pages."""
         if key in self._counted:
             self._holders.update(pages)
 
     def pages_removed(self, key: int, pages: Iterable[int]) -> None:
-        """Note that a sequence has given pages back."""
         if key in self._counted:
             self._holders.subtract(pages)
 

@@ -107,7 +107,6 @@ class PagePool:
         return self.num_pages - self.available
 
     def refcount(self, page: int) -> int:
-        """Return how many references `page` has."""
         return self._refcounts[page]
 
     def is_private(self, page: int) -> bool:
@@ -184,12 +183,6 @@ class PagePool:
         del self._page_of[digest]
         if self.on_discard is not None:
             self.on_discard(digest)
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless every page is in exactly one state and the index agrees. O(pages)."""
-        for page in range(self.num_pages):
-            self.check_page(page)
-        self.check_totals()
 
     def check_totals(self) -> None:
         """Raise IntegrityError unless free + cached + referenced pages are all pages."""

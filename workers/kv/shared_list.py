@@ -77,7 +77,6 @@ class SharedList(Sequence[T]):
         return f"{type(self).__name__}({list(self)})"
 
     def append(self, item: T) -> None:
-        """Add an item."""
         self._tail.append(item)
         self.length += 1
         if len(self._tail) == SEGMENT_ITEMS:
@@ -85,7 +84,6 @@ class SharedList(Sequence[T]):
             self._tail = self._empty()
 
     def extend(self, items: Iterable[T]) -> None:
-        """Add items."""
         self._tail.extend(items)
         if len(self._tail) >= SEGMENT_ITEMS:
             whole = len(self._tail) // SEGMENT_ITEMS * SEGMENT_ITEMS

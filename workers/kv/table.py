@@ -28,14 +28,7 @@ from numpy.typing import NDArray
 from workers.kv.disk_pages import DiskPages
 from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
-from workers.kv.page_pool import (
-    DIGEST_BYTES,
-    IntegrityError,
-    PagePool,
-    is_state,
-    page_digest,
-    root_digest,
-)
+from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, PagePool, is_state, page_digest, root_digest
 from workers.kv.page_tables import PageTables
 from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
@@ -127,7 +120,6 @@ class KvTable:
         return seq.salt.split(b"|", 1)[1] if seq.generation else seq.salt
 
     def get(self, key: int) -> KvSequence | None:
-        """Return the sequence of `key`, if there is one."""
         return self._sequences.get(key)
 
     def slot(self, seq: KvSequence, i: int) -> int:

@@ -45,7 +45,6 @@ class LayerKv:
     in_keys: bool = False
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         for name in ("kv_heads", "key_dim", "value_dim"):
             _check_size(name, getattr(self, name))
 
@@ -147,7 +146,6 @@ class KvTensors:
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return len(self.layers)
 
     @property

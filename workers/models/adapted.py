@@ -16,6 +16,7 @@ from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext, Sublayer
 from workers.models.lora import (
+    Adaptable,
     BaseMatrix,
     ExpertProjection,
     ExpertStack,
@@ -52,26 +53,26 @@ class Adapted:
         """Called when there are other slots than before."""
         raise NotImplementedError
 
-    def lora_modules(self) -> dict[str, tuple[int, int]]:
-        """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
-        return {
-            prefix + name: shape
-            for prefix, projection in self._projections()
-            for name, shape in projection.modules()
-        }
+    def adaptable(self) -> Adaptable:
+        """Which projections may have adapters; also steering vectors and DoRA on a CPU, without a group.
 
-    def lora_stacks(self) -> dict[str, ExpertStack]:
-        """See `Model.lora_stacks`."""
-        stacks = {}
+        A rank has not all of a row, and a GPU no kernel for DoRA.
+        """
+        modules: dict[str, tuple[int, int]] = {}
+        stacks: dict[str, ExpertStack] = {}
         for prefix, projection in self._projections():
+            modules |= {prefix + name: shape for name, shape in projection.modules()}
             if isinstance(projection, ExpertProjection):
                 stacks[prefix + projection.name] = projection.stack(prefix)
             elif projection.parameter is not None:
                 (name,) = projection.parts
                 stacks[prefix + projection.parameter] = ExpertStack(((prefix + name,),))
-        return stacks
+        is_whole_on_cpu = self.device.type == "cpu" and self._shard.group is None
+        return Adaptable(
+            modules, stacks, self._base_matrices(), self._steering_shape, takes_dora=is_whole_on_cpu
+        )
 
-    def base_matrices(self) -> dict[str, BaseMatrix]:
+    def _base_matrices(self) -> dict[str, BaseMatrix]:
         """The embedding and the head; none in a group, where a rank has a part of them."""
         if self._shard.group is not None:
             return {}
@@ -84,19 +85,13 @@ class Adapted:
         return {name: BaseMatrix(shape, partial(rows, matrix)) for name, matrix in named.items()}
 
     @property
-    def takes_dora(self) -> bool:
-        """See `Model.takes_dora`. A rank has not all of a row, and a GPU no kernel."""
-        return self.device.type == "cpu" and self._shard.group is None
-
-    @property
-    def steering_shape(self) -> tuple[int, int] | None:
-        """See `Model.steering_shape`. Graphs on a GPU have no place for vectors that come and go."""
+    def _steering_shape(self) -> tuple[int, int] | None:
+        """Graphs on a GPU have no place for vectors that come and go."""
         if self.device.type != "cpu" or self._shard.group is not None:
             return None
         return len(self.layers), self.config.hidden_size
 
     def lora_slot_bytes(self, max_rank: int) -> int:
-        """See `Model.lora_slot_bytes`."""
         return sum(projection.lora_slot_bytes(max_rank) for _, projection in self._projections())
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
@@ -123,7 +118,7 @@ class Adapted:
         packed = pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
         if any(pair.magnitude is not None for pair in weights.values()):
             packed = replace(packed, made_for=weakref.ref(self))
-        vectors = pack_steering(steering, self.steering_shape, self.dtype)
+        vectors = pack_steering(steering, self._steering_shape, self.dtype)
         if vectors is None:
             return packed
         return replace(packed, bytes=packed.bytes + vectors.nbytes, steering=vectors)

@@ -31,7 +31,7 @@ from workers.models.files import (
     file_version,
     open_regular,
     parse_object,
-    read_file,
+    read_object,
 )
 from workers.models.parts import Part
 
@@ -316,7 +316,7 @@ def fingerprint(entries: Mapping[str, StoredTensor], seed: str) -> str:
 
 def _read_index(index: Path) -> dict[str, str]:
     """The file of each tensor, by name. Raises ModelError."""
-    weight_map = parse_object(read_file(index, _MAX_NAMES_BYTES), index).get("weight_map")
+    weight_map = read_object(index, _MAX_NAMES_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index}: must have an object weight_map")
     for name, shard in weight_map.items():

@@ -55,7 +55,7 @@ def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: subla
 
 
 class _CompiledPart:
-    """A sublayer of a rank, which runs in one call up to the sum over the ranks."""
+    """The `Stage` of a sublayer of a rank, which runs in one call up to the sum over the ranks."""
 
     def __init__(self, sublayer: Sublayer, ropes: Sequence[RopeSpec], memory: sublayers.Memory) -> None:
         self._sublayer = sublayer
@@ -65,7 +65,6 @@ class _CompiledPart:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Stage`."""
         x, residual = self._compiled(x, residual, context)
         return self._sublayer.leave(x), residual
 

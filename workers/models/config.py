@@ -20,12 +20,7 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.family import EXPERTS, FULL, MLP, SLIDING, Family
 from workers.models.files import errors_naming
 from workers.models.latent_settings import LatentConfig, latent_attention_scale, read_latent
-from workers.models.layer_settings import (
-    ExpertsConfig,
-    read_experts,
-    read_layer_types,
-    sparse_layers,
-)
+from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
 from workers.models.multipliers import ALL_ONE, Multipliers, read_multipliers
 from workers.models.recurrent_settings import RecurrentConfig, read_recurrent
 from workers.models.registry import family_of
@@ -200,7 +195,6 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """The properties of the model's family."""
         return family_of(self.model_type)
 
     @classmethod

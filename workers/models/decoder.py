@@ -38,7 +38,7 @@ from workers.models.steering import SteeredRows, SteeredStage
 
 @dataclass(frozen=True, slots=True)
 class CapturedStage:
-    """What begins with the first sublayer of a layer, counted from 0; the states before it are captured.
+    """A `Stage` from the first sublayer of a layer on, counted from 0; the states before it are captured.
 
     Attributes:
         selects: Rows are those of the batch, not the wanted rows only.
@@ -52,7 +52,6 @@ class CapturedStage:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See `Stage`."""
         # The output of the previous layer is the residual stream plus x, which is not added yet.
         parts = (residual,) if x is None else (residual, x)
         if self.selects:

@@ -20,6 +20,8 @@ from workers.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
+# Of files that have no lists of tokens or tensors.
+MAX_SETTINGS_BYTES = 1 << 20
 # Ten times what a header of 100,000 tensors has.
 MAX_JSON_VALUES = 1_000_000
 
@@ -143,6 +145,11 @@ def read_file(file: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise ModelError(f"{file}: is larger than {max_bytes >> 10} KiB")
     return content
+
+
+def read_object(file: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, object]:
+    """The JSON object in a file. Raises ModelError; see `read_file` and `parse_object`."""
+    return parse_object(read_file(file, max_bytes), file)
 
 
 def parse_object(

@@ -16,14 +16,13 @@ from typing import TypeVar
 from quire.v1.sampling_settings import SETTINGS, Setting
 
 from workers.models.errors import ModelError
-from workers.models.files import errors_naming, exists, parse_object, read_file
+from workers.models.files import errors_naming, exists, read_object
 from workers.models.values import boolean, token_ids
 
 _log = logging.getLogger(__name__)
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
-_MAX_FILE_BYTES = 1 << 20
 T = TypeVar("T")
 
 
@@ -36,7 +35,7 @@ def read_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
     file = directory / GENERATION_CONFIG_FILE
     if not exists(file):
         return ()
-    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    settings = read_object(file)
     with errors_naming(file):
         return token_ids(settings, "eos_token_id", vocab_size)
 
@@ -53,7 +52,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
     file = directory / GENERATION_CONFIG_FILE
     if not exists(file):
         return {}
-    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    settings = read_object(file)
     do_sample = _usable(file, "do_sample", lambda: boolean(settings, "do_sample", default=False))
     found = {"temperature": 1.0} if do_sample else {}
     for setting in SETTINGS:

@@ -110,15 +110,15 @@ def _widened(tables: torch.Tensor, pages: int) -> torch.Tensor:
 _Record = AttentionBatch | ForwardInputs | TokenTrees
 
 
-def _tensors(record: _Record) -> dict[str, torch.Tensor]:
+def tensors_of(record: _Record) -> dict[str, torch.Tensor]:
     """The tensors among a record's fields, by name."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _moved(record: _Record, device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device, non_blocking=True) for name, value in _tensors(record).items()}
+    return {name: value.to(device, non_blocking=True) for name, value in tensors_of(record).items()}
 
 
 def _pinned(record: _Record) -> dict[str, Any]:
-    return {name: value.pin_memory() for name, value in _tensors(record).items()}
+    return {name: value.pin_memory() for name, value in tensors_of(record).items()}

@@ -50,7 +50,6 @@ class LoadTarget:
 
     @property
     def nbytes(self) -> int:
-        """Its memory."""
         return self.into.nbytes * self._num_rows // max(1, len(self.into))
 
     @property

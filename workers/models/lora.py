@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -261,6 +261,25 @@ class BaseMatrix:
     rows: Callable[[range], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Adaptable:
+    """What adapters of a model may have.
+
+    Attributes:
+        modules: The outputs and inputs of each module that may have an adapter, by its name.
+        stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
+        base: The matrices that an adapter may repeat, by the names of their tensors.
+        steering_shape: The layers and the hidden size for steering vectors; None: it takes none.
+        takes_dora: They may scale the rows of weights to a magnitude.
+    """
+
+    modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    stacks: Mapping[str, ExpertStack] = field(default_factory=dict)
+    base: Mapping[str, BaseMatrix] = field(default_factory=dict)
+    steering_shape: tuple[int, int] | None = None
+    takes_dora: bool = False
+
+
 class WithoutLora:
     """The part of `workers.models.model.Model` that is about adapters, in a model that takes none.
 
@@ -268,17 +287,9 @@ class WithoutLora:
     """
 
     max_lora_slots = 0
-    takes_dora = False
-    steering_shape: tuple[int, int] | None = None
 
-    def lora_modules(self) -> dict[str, tuple[int, int]]:
-        return {}
-
-    def lora_stacks(self) -> dict[str, ExpertStack]:
-        return {}
-
-    def base_matrices(self) -> dict[str, BaseMatrix]:
-        return {}
+    def adaptable(self) -> Adaptable:
+        return Adaptable()
 
     def lora_slot_bytes(self, max_rank: int) -> int:  # noqa: ARG002 - as in the interface
         return 0

@@ -19,7 +19,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.machine_limits import available_bytes
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.lora import BaseMatrix, ExpertStack, LoraWeights, PackedLora
+from workers.models.lora import Adaptable, LoraWeights, PackedLora
 
 PAGE_SIZE = 16
 
@@ -99,22 +99,8 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the result of `forward`, in the model's dtype or float32."""
 
-    def lora_modules(self) -> dict[str, tuple[int, int]]:
-        """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
-
-    def lora_stacks(self) -> dict[str, ExpertStack]:
-        """What PEFT adapts together of these, by the names of the parameters."""
-
-    def base_matrices(self) -> dict[str, BaseMatrix]:
-        """The matrices that adapters may repeat, by the names of their tensors."""
-
-    @property
-    def takes_dora(self) -> bool:
-        """Whether adapters may scale the rows of weights to a magnitude."""
-
-    @property
-    def steering_shape(self) -> tuple[int, int] | None:
-        """The numbers of layers and elements of steering vectors; None: it takes none."""
+    def adaptable(self) -> Adaptable:
+        """What its adapters may have."""
 
     def lora_slot_bytes(self, max_rank: int) -> int:
         """The memory of a slot on a GPU, in this rank's part of the model."""

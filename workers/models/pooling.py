@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from workers.models.errors import ModelError
-from workers.models.files import exists, parse_object, read_file
+from workers.models.files import MAX_SETTINGS_BYTES, exists, parse_object, read_file, read_object
 
 _log = logging.getLogger(__name__)
 
 MODULES_FILE = "modules.json"
-_MAX_FILE_BYTES = 1 << 20
 # The older way to name the pooling: one of these is true.
 _MODES = {
     "pooling_mode_cls_token": "cls",
@@ -43,7 +42,7 @@ def read_pooling(directory: Path) -> str:
     if not exists(file):
         return ""
     try:
-        modules = parse_object(b'{"modules":' + read_file(file, _MAX_FILE_BYTES) + b"}", file)["modules"]
+        modules = parse_object(b'{"modules":' + read_file(file, MAX_SETTINGS_BYTES) + b"}", file)["modules"]
         if not isinstance(modules, list):
             raise ModelError("is no list of modules")
         return "+".join(filter(None, (_named(directory, module) for module in modules)))
@@ -65,7 +64,7 @@ def _named(directory: Path, module: object) -> str:
     if not isinstance(path, str) or Path(path).name != path:
         raise ModelError("a module has no directory below the model's")
     file = directory / path / "config.json"
-    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    settings = read_object(file)
     if kind == _LOGITS:
         ids = [settings.get(name) for name in ("true_token_id", "false_token_id")]
         return ":".join([kind, *(str(each) for each in ids if isinstance(each, int))])

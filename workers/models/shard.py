@@ -65,7 +65,6 @@ class Slice:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that the rank has."""
         return sum(map(len, self.rows))
 
     @property
@@ -112,7 +111,6 @@ class Shard:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
         return 1 if self.group is None else self.group.ranks
 
     @property

@@ -14,7 +14,7 @@ from workers.common.quantised.methods import is_quantised, read_quantisation
 from workers.common.quantised.scheme import NotUnderstood, Quantisation
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.errors import UnsupportedError
-from workers.models.files import check_not_pickled, errors_naming, parse_object, read_file
+from workers.models.files import check_not_pickled, errors_naming, read_object
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
 from workers.models.quantised.reader import quantised_tensors
@@ -22,7 +22,6 @@ from workers.models.text import ModelText, read_text
 from workers.models.text_part import WRAPPERS
 
 CONFIG_FILE = "config.json"
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 class ModelSource(Protocol):
@@ -60,30 +59,27 @@ class ModelSource(Protocol):
 
 
 class DirectorySource:
-    """A directory of the Hugging Face hub, with its weights as safetensors."""
+    """A `ModelSource`: a directory of the Hugging Face hub, with its weights as safetensors."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config_file = path, path / CONFIG_FILE
 
     @property
     def is_of_library(self) -> bool:
-        """See `ModelSource`: not with quantised weights. Raises ModelError."""
+        """Not with quantised weights. Raises ModelError."""
         return not is_quantised(self.settings())
 
     def check(self) -> None:
-        """See `ModelSource`."""
         check_not_pickled(self.path)
 
     def settings(self) -> dict[str, object]:
-        """See `ModelSource`."""
-        return parse_object(read_file(self.config_file, _MAX_CONFIG_BYTES), self.config_file)
+        return read_object(self.config_file)
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
-        """See `ModelSource`: those of generation_config.json."""
+        """Those of generation_config.json."""
         return read_end_tokens(self.path, vocab_size)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """See `ModelSource`."""
         entries, said = read_entries(self.path), self._quantisation()
         if said is None:
             return {**entries}
@@ -93,7 +89,6 @@ class DirectorySource:
             raise UnsupportedError(f"{self.config_file}: the weights are quantised: {error}") from None
 
     def notes(self) -> Sequence[str]:
-        """See `ModelSource`."""
         said, wrapper = self._quantisation(), self.settings().get("model_type")
         quantised = () if said is None else said.notes
         notes = [f"of the quantisation, {note}" for note in quantised]
@@ -110,7 +105,6 @@ class DirectorySource:
                 raise UnsupportedError(f"the weights are quantised: {error}") from None
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
-        """See `ModelSource`."""
         return read_text(self.path, vocab_size, max_bytes)
 
 

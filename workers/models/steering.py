@@ -39,7 +39,7 @@ class SteeredRows:
 
 @dataclass(frozen=True, slots=True)
 class SteeredStage:
-    """What ends with the last sublayer of a layer, counted from 0, and the vectors behind it."""
+    """A `Stage` that ends with the last sublayer of a layer, counted from 0, and the vectors behind it."""
 
     stage: Stage
     steered: SteeredRows
@@ -48,7 +48,6 @@ class SteeredStage:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Stage`."""
         x, residual = self.stage(x, residual, context)
         assert x is not None, "only what fuses launches on a GPU returns none"
         self.steered.add(x, self.layer)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from workers.models.errors import ModelError
-from workers.models.files import errors_naming, exists, parse_object, read_file
+from workers.models.files import errors_naming, exists, read_object
 from workers.models.values import is_text
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -142,7 +142,7 @@ def read_token_settings(directory: Path) -> TokenSettings:
 
 
 def _read(file: Path) -> dict[str, object]:
-    return parse_object(read_file(file, _MAX_CONFIG_BYTES), file) if exists(file) else {}
+    return read_object(file, _MAX_CONFIG_BYTES) if exists(file) else {}
 
 
 def _special(given: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:

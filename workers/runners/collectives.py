@@ -62,7 +62,6 @@ class Collectives:
         return sum_in_order(parts.view(self.ranks, *x.shape))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Group.gather`."""
         parts = list(x.new_empty((self.ranks, *x.shape))) if self.rank == 0 else []
         options = distributed.GatherOptions()
         options.rootRank = 0
@@ -70,7 +69,6 @@ class Collectives:
         return torch.cat(parts, dim=-1) if parts else x
 
     def share(self, x: torch.Tensor) -> None:
-        """See `Group.share`."""
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([x], options).wait()

@@ -55,7 +55,7 @@ def _announce_to_nobody() -> None:
 
 
 class CudaGraphRunner:
-    """Replays decode steps; runs everything else eagerly.
+    """A `Runner` that replays decode steps, and runs everything else eagerly.
 
     Attributes:
         name: How decodes run: "cuda_graph", or "eager" without graphs or after a failed capture.
@@ -104,7 +104,6 @@ class CudaGraphRunner:
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
-        """See `Runner.step`."""
         with device_errors(), torch.inference_mode():
             captured = None if capture is not None and capture.rows else self._captured_for(inputs, rows)
             if captured is None:

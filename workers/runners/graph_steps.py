@@ -81,7 +81,6 @@ class CapturedGraphs:
         return (self._buckets[-1], True) in self._graphs
 
     def add(self, graphs: Mapping[tuple[int, bool], Graph]) -> None:
-        """Adds graphs of the same buckets."""
         self._graphs |= graphs
 
     def graph(self, rows: int, *, lora: bool = False) -> Graph:
@@ -126,12 +125,10 @@ class GraphStep:
         captured.in_flight = self
 
     def is_done(self) -> bool:
-        """See `LaunchedStep`."""
         with device_errors():
             return self._tokens.have_arrived()
 
     def chosen(self) -> torch.Tensor:
-        """See `LaunchedStep`."""
         chosen, forbidden = self.read()
         if forbidden is not None:
             raise forbidden
@@ -159,7 +156,6 @@ class GraphStep:
 
     @contextmanager
     def logits(self) -> Iterator[torch.Tensor]:
-        """See `LaunchedStep`."""
         if self._copied_logits is None:
             assert self._is_last, "they were not kept"
             yield self.own_logits

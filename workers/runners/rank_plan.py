@@ -1,11 +1,11 @@
 """What rank 0 tells the other ranks, as bytes: JSON, which says what follows, and tensors of integers.
 
-Dimension letters: T tokens; N items; R wanted rows; P pages of the longest table; L layers with experts;
-E experts of a token; B tokens that are computed again; W states that are written.
+Dimension letters: N items; B tokens that are computed again; W states that are written.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import math
@@ -13,14 +13,14 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from workers.kv.states import Held, StateRun
-from workers.models.inputs import AttentionBatch, ForwardInputs, TokenTrees
+from workers.models.inputs import AttentionBatch, ForwardInputs, TokenTrees, tensors_of
 
 # The bytes of the JSON, and of the tensors.
 _LENGTHS = struct.Struct("<2q")
@@ -121,58 +121,37 @@ def pairs_of(message: Message) -> list[tuple[int, int]]:
 
 def encode_forward(plan: ForwardPlan) -> bytes:
     """A forward, and how it is run."""
-    inputs, attention, trees = plan.inputs, plan.inputs.attention, plan.inputs.attention.trees
-    tensors: dict[str, torch.Tensor | None] = {
-        "token_ids": inputs.token_ids,  # [T]
-        "positions": inputs.positions,  # [T]
-        "slots": inputs.slots,  # [T]
-        "wanted_rows": inputs.wanted_rows,  # [R]
-        "page_tables": attention.page_tables,  # [N, P]
-        "query_starts": attention.query_starts,  # [N + 1]
-        "context_lens": attention.context_lens,  # [N]
-        "lora_slots": inputs.lora_slots,  # [T]
-        "experts": inputs.experts,  # [T, L, E]
-        "places": None if plan.places is None else torch.from_numpy(plan.places),  # [N]
-    }
+    inputs, trees = plan.inputs, plan.inputs.attention.trees
+    tensors = tensors_of(inputs) | tensors_of(inputs.attention)
+    if plan.places is not None:
+        tensors["places"] = torch.from_numpy(plan.places)  # [N]
     if inputs.states:
         tensors |= _tensors_of_states(inputs.states)
     if trees is not None:
-        is_tree = torch.tensor(trees.is_tree)
-        tensors |= {
-            "roots": trees.roots,
-            "ancestors": trees.ancestors,
-            "depths": trees.depths,
-            "is_tree": is_tree,
-        }
-    return encode(
-        PlanKind.FORWARD, plan.way, **{name: one for name, one in tensors.items() if one is not None}
-    )
+        tensors |= tensors_of(trees) | {"is_tree": torch.tensor(trees.is_tree)}
+    return encode(PlanKind.FORWARD, plan.way, **tensors)
 
 
 def forward_of(message: Message) -> ForwardPlan:
     """The forward of a message, which has its tensors."""
     found, trees = message.tensors, None
     if "is_tree" in found:
-        trees = TokenTrees(found["roots"], found["ancestors"], found["depths"], found["is_tree"].tolist())
-    starts, contexts, places = found["query_starts"], found["context_lens"], found.get("places")
-    inputs = ForwardInputs(
-        token_ids=found["token_ids"],
-        positions=found["positions"],
-        slots=found["slots"],
-        wanted_rows=found["wanted_rows"],
-        attention=AttentionBatch(
-            page_tables=found["page_tables"],
-            query_starts=starts,
-            context_lens=contexts,
-            query_lens=starts.diff().tolist(),
-            context_lens_host=contexts.tolist(),
-            trees=trees,
-        ),
-        lora_slots=found.get("lora_slots"),
-        experts=found.get("experts"),
-        states=_states_of(found) if "state_runs" in found else (),
+        trees = TokenTrees(**_fields_of(TokenTrees, found) | {"is_tree": found["is_tree"].tolist()})
+    attention = AttentionBatch(
+        **_fields_of(AttentionBatch, found),
+        query_lens=found["query_starts"].diff().tolist(),
+        context_lens_host=found["context_lens"].tolist(),
+        trees=trees,
     )
-    return ForwardPlan(inputs, Way(message.numbers[0]), None if places is None else places.numpy())
+    states = _states_of(found) if "state_runs" in found else ()
+    inputs = ForwardInputs(**_fields_of(ForwardInputs, found), attention=attention, states=states)
+    places = found["places"].numpy() if "places" in found else None
+    return ForwardPlan(inputs, Way(message.numbers[0]), places)
+
+
+def _fields_of(record: type, found: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The fields of a record that are tensors of a message."""
+    return {field.name: found[field.name] for field in dataclasses.fields(record) if field.name in found}
 
 
 def _tensors_of_states(runs: Sequence[StateRun]) -> dict[str, torch.Tensor]:

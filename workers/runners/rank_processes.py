@@ -43,7 +43,6 @@ class Questions:
         return message
 
     def close(self) -> None:
-        """Close this end."""
         self._file.close()
         self._connection.close()
 

@@ -42,7 +42,7 @@ REFUSALS = {error.__name__: error for error in (AdapterError, KvSizingError, Mod
 
 
 class RankGroup:
-    """Rank 0's side of a group."""
+    """Rank 0's side of a group, which repeats what is done to its `KvTensors`."""
 
     def __init__(self, processes: RankProcesses) -> None:
         """Take processes, which `connect` connects."""
@@ -101,11 +101,9 @@ class RankGroup:
         self._send(encode_forward(plan))
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `KvTensors.copy_pages`."""
         self._send(encode_pairs(PlanKind.COPY_PAGES, pairs))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `KvTensors.move_slots`."""
         self._send(encode_pairs(PlanKind.MOVE_SLOTS, pairs))
 
     def set_lora(self, slot: int, key: int) -> None:
@@ -138,7 +136,7 @@ class RankGroup:
 
 
 class LeadingRunner:
-    """Rank 0's runner."""
+    """Rank 0's `Runner`."""
 
     def __init__(self, runner: Runner, group: RankGroup) -> None:
         """Lead with `runner`."""
@@ -147,7 +145,6 @@ class LeadingRunner:
         self.has_hidden_states = runner.has_hidden_states
 
     def use(self, model: Model) -> None:
-        """See `EagerRunner.use`."""
         assert isinstance(self.inner, EagerRunner), "weights of a GPU are copied into place"
         self.inner.use(model)
 
@@ -164,7 +161,6 @@ class LeadingRunner:
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
-        """See `Runner.step`."""
         inner = self.inner
         is_in_flight = isinstance(inner, CudaGraphRunner) and inner.is_in_flight
         # Hidden states are captured on rank 0 only, and a graph captures none.

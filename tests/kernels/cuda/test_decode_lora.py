@@ -41,7 +41,7 @@ def make_adapter(decoder: Decoder, seed: int) -> LoraWeights:
     """For most of the modules; what it adds is about as large as its inputs."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     weights = {}
-    for name, (outputs, inputs) in decoder.lora_modules().items():
+    for name, (outputs, inputs) in decoder.adaptable().modules.items():
         rank = dice.randint(0, MAX_RANK)
         if rank:
             a, b = (torch.randn(shape, generator=generator) for shape in ((rank, inputs), (outputs, rank)))

@@ -112,7 +112,7 @@ def logits(decoder: Decoder, *, batch_invariant: bool = False, adapted: bool = F
     if adapted:
         decoder.allocate_lora(1, 4)
         generator = torch.Generator().manual_seed(2)
-        shapes = decoder.lora_modules()
+        shapes = decoder.adaptable().modules
         pairs = {
             name: LoraPair(
                 torch.randn(4, inputs, generator=generator), torch.randn(outputs, 4, generator=generator) / 30

@@ -436,8 +436,7 @@ def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
     if not isinstance(name, str):
         raise GgufError(f"general.architecture: must be the name of an architecture, got {shown(name)}")
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise GgufError(f"general.architecture: {shown(name)} is none of {known}")
+        raise GgufError(f"general.architecture: {shown(name)} is not served: docs/models.md has what is")
     return name, ARCHITECTURES[name]
 
 

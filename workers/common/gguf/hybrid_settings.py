@@ -1,47 +1,18 @@
-"""Translates the metadata of GGUF files: what readers of one architecture are given, and those of hybrids.
+"""Translates the metadata of GGUF files: what is read for hybrid architectures only.
 
 Sources: as for `workers.common.gguf.settings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from workers.common.gguf import GgufError
-from workers.common.gguf.architectures import (
-    KV_HEADS,
-    RECURRENT_LAYERS,
-    SHARED_EXPERT,
-    SSM,
-    WIDTH,
-)
-from workers.common.gguf.header import TensorInfo, Value, shown
+from workers.common.gguf.architectures import KV_HEADS, RECURRENT_LAYERS, SHARED_EXPERT, SSM, WIDTH
+from workers.common.gguf.file_settings import FileSettings
+from workers.common.gguf.header import shown
 
 FULL, LINEAR = "full_attention", "linear_attention"
-ReadFactors = Callable[[TensorInfo], list[float]]
-"""Reads a vector of float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileSettings:
-    """A file: its architecture, the keys under that, the settings read so far, and its tensors."""
-
-    name: str
-    own: Mapping[str, Value]
-    settings: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
-    read_factors: ReadFactors
-
-    @property
-    def window(self) -> Value | None:
-        """The sliding window; None: there is none."""
-        return self.own.get("attention.sliding_window") or None
-
-    def has(self, part: str) -> bool:
-        """Whether a layer has such a tensor."""
-        return any(name.startswith("blk.") and name.endswith(f".{part}") for name in self.tensors)
 
 
 def delta_rule(file: FileSettings) -> dict[str, object]:

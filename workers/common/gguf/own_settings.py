@@ -18,10 +18,10 @@ from workers.common.gguf.architectures import (
     SOFTMAX,
     WIDTH,
 )
+from workers.common.gguf.file_settings import FileSettings
 from workers.common.gguf.header import shown
 from workers.common.gguf.hybrid_settings import (
     FULL,
-    FileSettings,
     delta_rule,
     falcon_h1,
     granite_scales,

@@ -22,8 +22,8 @@ from workers.common.gguf.architectures import (
     architecture_of,
     check_keys,
 )
+from workers.common.gguf.file_settings import FileSettings, ReadFactors
 from workers.common.gguf.header import TensorInfo, Value, shown
-from workers.common.gguf.hybrid_settings import FileSettings, ReadFactors
 from workers.common.gguf.own_settings import ROPE_FACTORS, of_architecture
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"

@@ -111,12 +111,7 @@ DENSE: dict[str, Family] = {
         mlp_bias=None,
         layer_types=sliding_without_rope,
     ),
-    "olmo2": Family(
-        defaults=_OLMO_DEFAULTS,
-        qk_norm="row",
-        norms=POST_NORMS,
-        wide_norms=True,
-    ),
+    "olmo2": Family(defaults=_OLMO_DEFAULTS, qk_norm="row", norms=POST_NORMS, wide_norms=True),
     "olmo3": Family(
         # In the old spelling the library uses `rope_theta` for the full layers only.
         defaults=_OLMO_DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
@@ -128,9 +123,7 @@ DENSE: dict[str, Family] = {
         rope_by_type=True,
     ),
     "granite": Family(
-        reads=GRANITE_READS,
-        defaults=LLAMA_DEFAULTS | {"attention_multiplier": 1.0},
-        mlp_bias=None,
+        reads=GRANITE_READS, defaults=LLAMA_DEFAULTS | {"attention_multiplier": 1.0}, mlp_bias=None
     ),
     "arcee": Family(
         defaults=defaults(*(32000, 2560, 18432, 32, 32, 4096, 128000, 128001), rms_norm_eps=1e-5)

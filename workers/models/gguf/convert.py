@@ -227,9 +227,7 @@ def _errors_naming(model: Path) -> Iterator[None]:
     """Inside the block, errors about what a file can say become those of the model."""
     try:
         yield
-    except GgufError as error:
-        raise UnsupportedError(f"{model}: cannot be written as GGUF: {error}") from None
-    except UnsupportedError as error:
+    except (GgufError, UnsupportedError) as error:
         raise UnsupportedError(f"{model}: cannot be written as GGUF: {error}") from None
 
 

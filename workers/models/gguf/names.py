@@ -112,10 +112,7 @@ def names_of(family: Family) -> Names:
         modules |= _beside_experts(family, family.experts)
         names = family.experts
         gates = {"ffn_gate_exps": (names.gate,), "ffn_gate_up_exps": (names.gate, names.up)}
-        experts = (gates if names.gate else {}) | {
-            "ffn_up_exps": (names.up,),
-            "ffn_down_exps": (names.down,),
-        }
+        experts = (gates if names.gate else {}) | {"ffn_up_exps": (names.up,), "ffn_down_exps": (names.down,)}
     # LFM2's last norm has another name by a mistake of its converter.
     norm = "token_embd_norm" if family.recurrent == "short_conv" else "output_norm"
     outside = {

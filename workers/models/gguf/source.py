@@ -24,7 +24,7 @@ _MAX_FACTORS = 4096
 
 
 class GgufSource:
-    """A GGUF file, or the files into which a model is split. The first has the metadata."""
+    """A `ModelSource`: a GGUF file, or the files into which a model is split. The first has the metadata."""
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         self.path, self._files = path, files
@@ -32,33 +32,30 @@ class GgufSource:
 
     @property
     def is_of_library(self) -> bool:
-        """See `ModelSource`: families that native code has not."""
+        """Families that native code has not."""
         return self.settings()["model_type"] in LIBRARY_FAMILIES
 
     def check(self) -> None:
-        """See `ModelSource`: there is nothing dangerous."""
+        """There is nothing dangerous."""
 
     def settings(self) -> dict[str, object]:
-        """See `ModelSource`."""
         return self._settings(self._headers(TOKEN_ARRAYS))
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:  # noqa: ARG002 - of `ModelSource`
-        """See `ModelSource`: they are in the settings."""
+        """They are in the settings."""
         return ()
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """See `ModelSource`."""
         headers = self._headers(TOKEN_ARRAYS)
         with _errors_naming(self.config_file):
             _, architecture = architecture_of(headers[0].content.metadata)
         return stored_tensors(headers, architecture, self._settings(headers))
 
     def notes(self) -> Sequence[str]:
-        """See `ModelSource`: there are none."""
+        """There are none."""
         return ()
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
-        """See `ModelSource`."""
         header = _read(self.config_file, TEXT_ARRAYS).content
         with _errors_naming(self.config_file):
             return read_text(header.metadata, vocab_size, max_bytes)
