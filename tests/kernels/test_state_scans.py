@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,7 +112,7 @@ def mamba1_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
         states: torch.Tensor,
         at: StateRows,
     ) -> torch.Tensor:
-        x = convolve(rows[:, :inner], taps, bias, inputs, at)
+        x = convolve(rows[:, :inner], taps.to(rows.device), bias.to(rows.device), inputs, at)
         return scan(torch.cat((x, rows[:, inner:]), dim=1), weights, states, at)
 
     return Layer(
@@ -168,12 +169,17 @@ class Drawn:
 
 
 def rows_of(sizes: list[int], sources: list[int], writes: list[tuple[int, int]]) -> StateRows:
-    starts = [sum(sizes[:item]) for item in range(len(sizes))]
+    """`writes`: after so many rows of the batch, to which slot."""
+    starts = [0, *accumulate(sizes)]
     counts = torch.tensor(sizes)
+    keeps = torch.full((starts[-1],), -1)
+    for end, slot in writes:
+        keeps[end - 1] = slot
     return StateRows(
-        torch.tensor(starts).repeat_interleave(counts),
+        torch.tensor(starts[:-1]).repeat_interleave(counts),
         torch.tensor(sources).repeat_interleave(counts),
-        *torch.tensor(writes).T.contiguous(),
+        keeps,
+        torch.tensor(starts, dtype=torch.int32),
     )
 
 

@@ -19,8 +19,13 @@ from benchmarks.gpu.launches import Device, Launch, Pointer, as_on, recording
 from kernels.attention_batch import AttentionBatch
 from kernels.cuda.variant import SHARED_BYTES
 from kernels.float8_weight import Float8Format
+from kernels.gated_delta import GatedDeltaWeights, gated_delta
 from kernels.group_formats import FORMATS, integer_groups, table_groups
+from kernels.mamba1 import Mamba1Weights, mamba1
+from kernels.mamba2 import Mamba2Weights, mamba2
 from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS, paged_attention
+from kernels.short_conv import short_conv, silu_conv
+from kernels.state_rows import StateRows
 from kernels.weight_formats import OnGpu, WeightFormat
 from workers.models.builder import FormatOf
 from workers.models.config import ModelConfig
@@ -191,6 +196,71 @@ def _attend(
             )
 
 
+def _recurrent(dtype: torch.dtype) -> None:
+    """Layers with recurrent states, in the sizes of the models named behind them; see `kernels`."""
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def floats(*shape: int) -> torch.Tensor:
+        return empty(*shape, of=torch.float32)
+
+    rows = [empty(5, of=torch.int64) for _ in range(3)]
+    at = StateRows(*rows, starts=empty(3, of=torch.int32))
+    for width, bias in ((2048, None), (1024, empty(1024))):
+        short_conv(empty(5, 3 * width), empty(3, width), bias, empty(9, 2, width), at)  # LFM2 1.2B
+    # Qwen3-Next 80B-A3B, and Kimi Linear 48B-A3B with a decay of each element
+    for key_heads, decayed in ((16, 1), (32, 128)):
+        inner, keys = 32 * 128, key_heads * 128
+        delta = GatedDeltaWeights(
+            taps=empty(4, 2 * keys + inner),
+            dt_bias=floats(32 * decayed),
+            decays=floats(32),
+            norm=empty(128),
+            key_heads=key_heads,
+            key_width=128,
+            adjacent=32 // key_heads,
+            eps=1e-6,
+        )
+        gated_delta(
+            empty(5, sum(delta.widths)),
+            delta,
+            empty(9, 3, 2 * keys + inner),
+            floats(9, 32, 128, 128),
+            at,
+        )
+    # Granite 4 H Small, Nemotron-H 8B, and Falcon-H1 7B without a norm
+    for heads, width, groups, state, norm in (
+        (128, 64, 1, 128, True),
+        (128, 64, 8, 128, True),
+        (24, 128, 1, 256, False),
+    ):
+        inner = heads * width
+        convolved = inner + 2 * groups * state
+        second = Mamba2Weights(
+            taps=empty(4, convolved),
+            bias=empty(convolved),
+            dt_bias=floats(heads),
+            decays=floats(heads),
+            direct=floats(heads),
+            norm=empty(inner) if norm else None,
+            groups=groups,
+            state_width=state,
+            eps=1e-5,
+        )
+        mamba2(
+            empty(5, inner + convolved + heads),
+            second,
+            empty(9, 3, convolved),
+            floats(9, heads, state, width),
+            at,
+        )
+    inner = 8192  # Falcon Mamba 7B
+    first = Mamba1Weights(dt_bias=floats(inner), decays=floats(128, 16, 64), direct=floats(inner))
+    silu_conv(empty(5, 2 * inner)[:, :inner], empty(4, inner), empty(inner), empty(9, 3, inner), at)
+    mamba1(empty(5, 3 * inner + 32), first, floats(9, 128, 16, 64), at)
+
+
 @functools.cache
 def launches_on(architecture: int) -> frozenset[Launch]:
     """What is launched on a GPU of an architecture."""
@@ -203,6 +273,8 @@ def launches_on(architecture: int) -> frozenset[Launch]:
     with as_on(device), recording() as attended:
         for shape in _attention():
             _attend(*shape)
+        for dtype in (_BF16, _FP32):
+            _recurrent(dtype)
     return frozenset(found | attended)
 
 
