@@ -205,8 +205,8 @@ def _recurrent(dtype: torch.dtype) -> None:
     def floats(*shape: int) -> torch.Tensor:
         return empty(*shape, of=torch.float32)
 
-    rows = [empty(5, of=torch.int64) for _ in range(3)]
-    at = StateRows(*rows, starts=empty(3, of=torch.int32))
+    begins, sources, keeps = (empty(5, of=torch.int64) for _ in range(3))
+    at = StateRows(begins, sources, keeps, starts=empty(3, of=torch.int32))
     for width, bias in ((2048, None), (1024, empty(1024))):
         short_conv(empty(5, 3 * width), empty(3, width), bias, empty(9, 2, width), at)  # LFM2 1.2B
     # Qwen3-Next 80B-A3B, and Kimi Linear 48B-A3B with a decay of each element
