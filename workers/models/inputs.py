@@ -19,7 +19,14 @@ from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ance
 from kernels.state_rows import StateRows
 from workers.kv.states import StateRun
 
-__all__ = ["MAX_TREE_TOKENS", "AttentionBatch", "ForwardInputs", "TokenTrees", "depths_and_ancestors"]
+__all__ = [
+    "MAX_TREE_TOKENS",
+    "AttentionBatch",
+    "ForwardInputs",
+    "StateRows",
+    "TokenTrees",
+    "depths_and_ancestors",
+]
 
 
 @dataclass(slots=True)

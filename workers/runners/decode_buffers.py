@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.state_rows import StateRows
 from workers.counter_rng import mix64, mix_keys
 from workers.device_sampling import LIMITS, limits
-from workers.models.inputs import AttentionBatch, ForwardInputs
+from workers.models.inputs import AttentionBatch, ForwardInputs, StateRows
 from workers.outputs import Sampling
 from workers.runners.adjusted_rows import adjusted_among
 from workers.runners.decode_memory import (
