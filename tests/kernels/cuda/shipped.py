@@ -196,69 +196,45 @@ def _attend(
             )
 
 
-def _recurrent(dtype: torch.dtype) -> None:
-    """Layers with recurrent states, in the sizes of the models named behind them; see `kernels`."""
+# Layers with recurrent states, in the sizes of the models named behind them.
+_DELTA = ((16, 1), (32, 128))  # Qwen3-Next 80B-A3B; Kimi Linear 48B-A3B, with a decay of each element
+_MAMBA2 = (  # Granite 4 H Small; Nemotron-H 8B; Falcon-H1 7B, without a norm
+    (128, 64, 1, 128, True),
+    (128, 64, 8, 128, True),
+    (24, 128, 1, 256, False),
+)
+_MAMBA1 = (8192, 16)  # Falcon Mamba 7B
 
-    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
+
+def _recurrent(dtype: torch.dtype) -> None:
+    """What layers with recurrent states launch between their projections; see `kernels`."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def floats(*shape: int) -> torch.Tensor:
-        return empty(*shape, of=torch.float32)
+        return torch.empty(shape, device="meta")
 
-    begins, sources, keeps = (empty(5, of=torch.int64) for _ in range(3))
-    at = StateRows(begins, sources, keeps, starts=empty(3, of=torch.int32))
-    for width, bias in ((2048, None), (1024, empty(1024))):
-        short_conv(empty(5, 3 * width), empty(3, width), bias, empty(9, 2, width), at)  # LFM2 1.2B
-    # Qwen3-Next 80B-A3B, and Kimi Linear 48B-A3B with a decay of each element
-    for key_heads, decayed in ((16, 1), (32, 128)):
-        inner, keys = 32 * 128, key_heads * 128
-        delta = GatedDeltaWeights(
-            taps=empty(4, 2 * keys + inner),
-            dt_bias=floats(32 * decayed),
-            decays=floats(32),
-            norm=empty(128),
-            key_heads=key_heads,
-            key_width=128,
-            adjacent=32 // key_heads,
-            eps=1e-6,
-        )
-        gated_delta(
-            empty(5, sum(delta.widths)),
-            delta,
-            empty(9, 3, 2 * keys + inner),
-            floats(9, 32, 128, 128),
-            at,
-        )
-    # Granite 4 H Small, Nemotron-H 8B, and Falcon-H1 7B without a norm
-    for heads, width, groups, state, norm in (
-        (128, 64, 1, 128, True),
-        (128, 64, 8, 128, True),
-        (24, 128, 1, 256, False),
-    ):
+    begins, sources, keeps = (torch.empty(5, dtype=torch.int64, device="meta") for _ in range(3))
+    at = StateRows(begins, sources, keeps, torch.empty(3, dtype=torch.int32, device="meta"))
+    for width, bias in ((2048, None), (1024, empty(1024))):  # LFM2 1.2B
+        short_conv(empty(5, 3 * width), empty(3, width), bias, empty(9, 2, width), at)
+    for key_heads, decays in _DELTA:
+        convolved = 2 * key_heads * 128 + 32 * 128
+        parameters = empty(4, convolved), floats(32 * decays), floats(32), empty(128)
+        delta = GatedDeltaWeights(*parameters, key_heads, key_width=128, adjacent=32 // key_heads, eps=1e-6)
+        gated_delta(empty(5, sum(delta.widths)), delta, empty(9, 3, convolved), floats(9, 32, 128, 128), at)
+    for heads, width, groups, state, has_norm in _MAMBA2:
         inner = heads * width
-        convolved = inner + 2 * groups * state
-        second = Mamba2Weights(
-            taps=empty(4, convolved),
-            bias=empty(convolved),
-            dt_bias=floats(heads),
-            decays=floats(heads),
-            direct=floats(heads),
-            norm=empty(inner) if norm else None,
-            groups=groups,
-            state_width=state,
-            eps=1e-5,
-        )
-        mamba2(
-            empty(5, inner + convolved + heads),
-            second,
-            empty(9, 3, convolved),
-            floats(9, heads, state, width),
-            at,
-        )
-    inner = 8192  # Falcon Mamba 7B
-    first = Mamba1Weights(dt_bias=floats(inner), decays=floats(128, 16, 64), direct=floats(inner))
+        convolved, norm = inner + 2 * groups * state, empty(inner) if has_norm else None
+        taps, of_head = (empty(4, convolved), empty(convolved)), (floats(heads), floats(heads), floats(heads))
+        second = Mamba2Weights(*taps, *of_head, norm, groups, state_width=state, eps=1e-5)
+        rows = empty(5, inner + convolved + heads)
+        mamba2(rows, second, empty(9, 3, convolved), floats(9, heads, state, width), at)
+    inner, state = _MAMBA1
+    first = Mamba1Weights(floats(inner), floats(inner // 64, state, 64), floats(inner))
     silu_conv(empty(5, 2 * inner)[:, :inner], empty(4, inner), empty(inner), empty(9, 3, inner), at)
-    mamba1(empty(5, 3 * inner + 32), first, floats(9, 128, 16, 64), at)
+    mamba1(empty(5, 3 * inner + 2 * state), first, floats(9, inner // 64, state, 64), at)
 
 
 @functools.cache
