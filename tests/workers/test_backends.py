@@ -15,7 +15,7 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.tiny_types import tiny_model
 from tests.workers.packing import HandPacker, HandSequence, Item
-from workers.executors.loading import choose_backend, runs_on_cuda
+from workers.executors.loading import choose_backend, is_quantised_for_cpu, runs_on_cuda
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import new_pages
 
@@ -53,6 +53,8 @@ def test_on_a_gpu_recurrent_layers_are_native_and_latents_are_left_to_the_librar
     assert choose_backend(directory, "auto").backend == "native"
     choice = choose_backend(directory, "auto", on_cuda=True)
     assert (choice.backend, choice.reason) == ("transformers" if reason else "native", reason)
+    # With quantised weights, "--device auto" takes the CPU.
+    assert is_quantised_for_cpu(directory, "q8_0")
 
 
 @pytest.mark.parametrize(("head_dim", "backend"), [(32, "transformers"), (64, "native")])
