@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
 from kernels.cpu.dtypes import can_run
-from kernels.short_conv import silu_conv_reference
+from kernels.short_conv import silu_conv, silu_conv_reference
 from kernels.state_rows import StateRows, scanned_rows
 
 # Added to the sum of squares of a query or key.
@@ -62,6 +62,17 @@ class GatedDeltaWeights:
     def is_wide(self) -> bool:
         """Whether each element of a key has a decay of its own."""
         return len(self.dt_bias) > len(self.decays)
+
+    @property
+    def keys(self) -> int:
+        """J * K."""
+        return self.key_heads * self.key_width
+
+    @property
+    def widths(self) -> list[int]:
+        """The parts of a row of projections: gates, inputs of the convolution, betas and steps."""
+        inner = len(self.decays) * len(self.norm)
+        return [inner, 2 * self.keys + inner, len(self.decays), len(self.dt_bias)]
 
     def compiled(self) -> cpu.GatedDeltaWeights:
         """What the CPU's kernels read, as long as these tensors are there."""
@@ -100,6 +111,8 @@ def gated_delta(
     Returns:
         [T, I]
     """
+    if projected.is_cuda:
+        return _on_gpu(projected, weights, inputs, states, at)
     if can_run(projected):
         return cpu.scan(projected, weights.compiled(), inputs, states, at)
     return gated_delta_reference(projected, weights, inputs, states, at)
@@ -113,11 +126,8 @@ def gated_delta_reference(
     at: StateRows,
 ) -> torch.Tensor:
     """See `gated_delta`. In torch, of any device and dtype."""
-    heads, width, keys = len(weights.decays), len(weights.norm), weights.key_heads * weights.key_width
-    inner = heads * width
-    gates, raw, betas, steps = torch.split(
-        projected, [inner, 2 * keys + inner, heads, len(weights.dt_bias)], dim=1
-    )
+    heads, width, keys = len(weights.decays), len(weights.norm), weights.keys
+    gates, raw, betas, steps = torch.split(projected, weights.widths, dim=1)
     convolved = silu_conv_reference(raw, weights.taps, None, inputs, at).float()
     rows = len(projected)
     key_heads = torch.arange(heads, device=projected.device) // weights.adjacent % weights.key_heads  # [H]
@@ -141,6 +151,29 @@ def gated_delta_reference(
     opened = torch.sigmoid(gates.float()) if weights.is_wide else functional.silu(gates.float())
     out: torch.Tensor = normed.flatten(1) * opened
     return out.to(projected.dtype)
+
+
+def _on_gpu(
+    projected: torch.Tensor,
+    weights: GatedDeltaWeights,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """See `gated_delta`. In three launches."""
+    from kernels.cuda.gated_norm import gated_norm
+    from kernels.cuda.state_scan import Heads, state_scan
+
+    heads, width = len(weights.decays), len(weights.norm)
+    gates, raw, betas, steps = torch.split(projected, weights.widths, dim=1)
+    convolved = silu_conv(raw, weights.taps, None, inputs, at)
+    queries, keys, values = torch.split(convolved, [weights.keys, weights.keys, heads * width], dim=1)
+    y = state_scan(
+        *((queries, keys, values), steps, weights.dt_bias, weights.decays, states, at),
+        Heads(heads, weights.key_heads, weights.adjacent),
+        betas=betas,
+    )
+    return gated_norm(y, gates, weights.norm, width, weights.eps, norm_first=True, is_sigmoid=weights.is_wide)
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,12 @@ class Mamba1Weights:
     decays: torch.Tensor
     direct: torch.Tensor
 
+    @property
+    def parts(self) -> list[int]:
+        """The widths of x, dt, z, B and C."""
+        inner, state_width = len(self.direct), self.decays.shape[1]
+        return [inner, inner, inner, state_width, state_width]
+
     def compiled(self) -> cpu.Mamba1Weights:
         """What the CPU's kernels read, as long as these tensors are there."""
         heads, state_width, head_width = self.decays.shape
@@ -56,6 +62,8 @@ def mamba1(rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at:
     Returns:
         [T, I]
     """
+    if rows.is_cuda:
+        return _on_gpu(rows, weights, states, at)
     if can_run(rows):
         return cpu.mamba1(rows, weights.compiled(), states, at)
     return mamba1_reference(rows, weights, states, at)
@@ -65,9 +73,8 @@ def mamba1_reference(
     rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
     """See `mamba1`. In torch, of any device and dtype."""
-    heads, state_width, head_width = weights.decays.shape
-    sizes = [*[heads * head_width] * 3, state_width, state_width]
-    x, steps, gates, into, out_of = torch.split(rows.float(), sizes, dim=1)
+    heads = len(weights.decays)
+    x, steps, gates, into, out_of = torch.split(rows.float(), weights.parts, dim=1)
     dt = functional.softplus(steps + weights.dt_bias)  # [T, I]
     change, dt = (each.view(len(rows), heads, 1, -1) for each in (x * dt, dt))
     y = torch.empty_like(x)
@@ -76,3 +83,18 @@ def mamba1_reference(
         state.add_(change[row] * into[row][:, None])
         y[row] = (out_of[row][:, None] * state).sum(1).flatten()
     return ((y + x * weights.direct) * functional.silu(gates)).to(rows.dtype)
+
+
+def _on_gpu(rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at: StateRows) -> torch.Tensor:
+    """See `mamba1`. In two launches."""
+    from kernels.cuda.gated_norm import gated_norm
+    from kernels.cuda.state_scan import Heads, state_scan
+
+    heads = len(weights.decays)
+    x, steps, gates, into, out_of = torch.split(rows, weights.parts, dim=1)
+    y = state_scan(
+        *((out_of, into, x), steps, weights.dt_bias, weights.decays, states, at),
+        Heads(heads, 1, heads),
+        direct=weights.direct,
+    )
+    return gated_norm(y, gates, None, len(weights.direct), eps=0.0)

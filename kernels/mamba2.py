@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
 from kernels.cpu.dtypes import can_run
-from kernels.short_conv import silu_conv_reference
+from kernels.short_conv import silu_conv, silu_conv_reference
 from kernels.state_rows import StateRows, scanned_rows
 
 
@@ -59,6 +59,11 @@ class Mamba2Weights:
         """I."""
         return self.taps.shape[1] - 2 * self.groups * self.state_width
 
+    @property
+    def parts(self) -> list[int]:
+        """The widths of x, B and C."""
+        return [self.inner, *[self.groups * self.state_width] * 2]
+
     def compiled(self) -> cpu.Mamba2Weights:
         """What the CPU's kernels read, as long as these tensors are there."""
         heads = len(self.decays)
@@ -91,6 +96,8 @@ def mamba2(
     Returns:
         [T, I]
     """
+    if projected.is_cuda:
+        return _on_gpu(projected, weights, inputs, states, at)
     if can_run(projected):
         return cpu.scan(projected, weights.compiled(), inputs, states, at)
     return mamba2_reference(projected, weights, inputs, states, at)
@@ -104,11 +111,10 @@ def mamba2_reference(
     at: StateRows,
 ) -> torch.Tensor:
     """See `mamba2`. In torch, of any device and dtype."""
-    inner, width, heads = weights.inner, weights.taps.shape[1], len(weights.decays)
-    gates, raw, steps = torch.split(projected, [inner, width, heads], dim=1)
+    inner, heads = weights.inner, len(weights.decays)
+    gates, raw, steps = torch.split(projected, [inner, weights.taps.shape[1], heads], dim=1)
     convolved = silu_conv_reference(raw, weights.taps, weights.bias, inputs, at)
-    sizes = [inner, *[weights.groups * weights.state_width] * 2]
-    x, into, out_of = torch.split(convolved.float(), sizes, dim=1)
+    x, into, out_of = torch.split(convolved.float(), weights.parts, dim=1)
     rows = len(projected)
     x = x.reshape(rows, heads, -1)  # [T, H, P]
     into, out_of = (
@@ -128,3 +134,27 @@ def mamba2_reference(
     normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + weights.eps)
     out: torch.Tensor = weights.norm.float() * normed.flatten(1)
     return out.to(projected.dtype)
+
+
+def _on_gpu(
+    projected: torch.Tensor,
+    weights: Mamba2Weights,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """See `mamba2`. In three launches."""
+    from kernels.cuda.gated_norm import gated_norm
+    from kernels.cuda.state_scan import Heads, state_scan
+
+    inner, heads, groups = weights.inner, len(weights.decays), weights.groups
+    gates, raw, steps = torch.split(projected, [inner, weights.taps.shape[1], heads], dim=1)
+    convolved = silu_conv(raw, weights.taps, weights.bias, inputs, at)
+    x, into, out_of = torch.split(convolved, weights.parts, dim=1)
+    y = state_scan(
+        *((out_of, into, x), steps, weights.dt_bias, weights.decays, states, at),
+        Heads(heads, groups, heads // groups),
+        direct=weights.direct,
+        least_step=weights.least_step,
+    )
+    return gated_norm(y, gates, weights.norm, inner // groups, weights.eps)

@@ -5,9 +5,9 @@ With gates b and c of inputs x, all of them projections of a row, and u = b * x:
     y[t] = c[t] * (sum over j < L of w[j] * u[t - (L - 1) + j] + bias)
 
 The state is the last L - 1 rows of u. Source: `Lfm2ShortConv` in the transformers library, modeling_lfm2.py.
-kernels/cpu/causal_conv.h computes the same bits.
+kernels/cpu/causal_conv.h computes the same bits, kernels/cuda/causal_conv.py the same but for roundings.
 
-Dimension letters: T rows; C channels; L taps; W states that are kept.
+Dimension letters: T rows; C channels; L taps.
 """
 
 from __future__ import annotations
@@ -41,6 +41,21 @@ def short_conv(
     Returns:
         [T, C]
     """
+    if projected.is_cuda:
+        from kernels.cuda.causal_conv import causal_conv
+
+        return causal_conv(projected, taps, bias, states, at, is_gated=True)
+    return short_conv_reference(projected, taps, bias, states, at)
+
+
+def short_conv_reference(
+    projected: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """See `short_conv`. In torch, of any device and dtype."""
     gates, out_gates, inputs = projected.chunk(3, dim=1)  # [T, C] each
     return out_gates * _convolved(gates * inputs, taps, bias, states, at)
 
@@ -48,7 +63,11 @@ def short_conv(
 def silu_conv(
     raw: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
-    """See `silu_conv_reference`; by the CPU's kernels, where they are. Rows may be apart."""
+    """See `silu_conv_reference`; by kernels, where they are. Rows may be apart."""
+    if raw.is_cuda:
+        from kernels.cuda.causal_conv import causal_conv
+
+        return causal_conv(raw, taps, bias, inputs, at, is_gated=False)
     if can_run(raw):
         return cpu.silu_conv(raw, taps, bias, inputs, at)
     return silu_conv_reference(raw, taps, bias, inputs, at)
@@ -85,6 +104,7 @@ def _convolved(
         total = total + product
     if bias is not None:
         total = total + bias.float()
-    kept = [past_rows(inputs, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
-    states[at.write_slots] = torch.stack(kept, dim=1)
+    kept, slots = at.kept
+    last = [past_rows(inputs, kept, back, states, at) for back in range(length - 2, -1, -1)]
+    states[slots] = torch.stack(last, dim=1)
     return total.to(inputs.dtype)

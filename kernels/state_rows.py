@@ -14,19 +14,25 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Of T rows, after W of which a state is kept. Slots that are written are not read by the same batch.
+    """Of T rows of N items. Slots that are written are not read by the same batch.
 
     Attributes:
         begins: [T] int64, the first row of the item of each row.
         sources: [T] int64, the slot of the state before that row; -1: there is no token before it.
-        write_ends: [W] int64: a state is that after the rows of an item below this one.
-        write_slots: [W] int64, the slot of each.
+        keeps: [T] int64, the slot where the state after each row is kept; -1: it is not.
+        starts: [N + 1] int32, the first row of each item, and T.
     """
 
     begins: torch.Tensor
     sources: torch.Tensor
-    write_ends: torch.Tensor
-    write_slots: torch.Tensor
+    keeps: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows after which a state is kept, and its slot: int64. Waits for a GPU."""
+        rows = (self.keeps >= 0).nonzero()[:, 0]
+        return rows, self.keeps[rows]
 
 
 def scanned_rows(states: torch.Tensor, at: StateRows) -> Iterator[tuple[int, torch.Tensor]]:
@@ -34,14 +40,14 @@ def scanned_rows(states: torch.Tensor, at: StateRows) -> Iterator[tuple[int, tor
 
     Mutates `states`, [slots, ...]: writes those that are kept.
     """
-    kept = dict(zip(at.write_ends.tolist(), at.write_slots.tolist(), strict=True))
+    keeps = at.keeps.tolist()
     state = torch.zeros(states.shape[1:], device=states.device)
     for row, (begin, source) in enumerate(zip(at.begins.tolist(), at.sources.tolist(), strict=True)):
         if row == begin:
             state = torch.zeros_like(state) if source < 0 else states[source].clone()
         yield row, state
-        if row + 1 in kept:
-            states[kept[row + 1]] = state
+        if keeps[row] >= 0:
+            states[keeps[row]] = state
 
 
 def past_rows(
@@ -63,5 +69,6 @@ def rows_before(inputs: torch.Tensor, states: torch.Tensor, at: StateRows) -> to
     Mutates `states`, [slots, 1, C]: writes the rows that are kept.
     """
     found = past_rows(inputs, torch.arange(len(inputs), device=inputs.device), 1, states, at)
-    states[at.write_slots] = inputs[at.write_ends - 1][:, None]
+    rows, slots = at.kept
+    states[slots] = inputs[rows][:, None]
     return found

@@ -26,6 +26,7 @@ from kernels.cuda import (
 from kernels.cuda.experts import FEW_PAIRS
 from kernels.few_rows_tiles import Tiles
 from workers.device_sampling import LIMITS
+from workers.kv.states import EMPTY, FROM_START, Held, StateRun
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.builder import FormatOf, build_decoder
@@ -184,6 +185,7 @@ def _inputs(lengths: Sequence[int], pages: int, *, has_trees: bool, lora: bool) 
             trees=trees,
         ),
         lora_slots=_integers(tokens, dtype=torch.int32) if lora else None,
+        states=[StateRun(FROM_START, (), (Held(count, EMPTY),)) for count in lengths],
     )
 
 

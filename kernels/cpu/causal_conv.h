@@ -13,9 +13,7 @@ namespace quire {
 
 // Which rows follow which states, and which states are kept: see StateRows in kernels/state_rows.py.
 struct StateRows {
-  const int64_t *begins, *sources;          // [T]
-  const int64_t *write_ends, *write_slots;  // [count]
-  int64_t count;
+  const int64_t *begins, *sources, *keeps;  // [T]
 };
 
 // The input of a gated convolution: gates of inputs times inputs, of rows of gates, gates of outputs, and inputs.
@@ -53,11 +51,12 @@ struct CausalConv {
       for_lanes(std::min(kStretch, width - first), [&](int64_t d, int count) { convolve(row, first + d, count); });
     });
     const int64_t kept = length - 1;
-    worker.for_shares(at.count * kept, [&](int64_t task) {
-      const int64_t write = task / kept, place = task % kept;
-      T* to = states + (at.write_slots[write] * kept + place) * width;
+    worker.for_shares(rows * kept, [&](int64_t task) {
+      const int64_t row = task / kept, place = task % kept;
+      if (at.keeps[row] < 0) return;
+      T* to = states + (at.keeps[row] * kept + place) * width;
       for_lanes(width, [&](int64_t d, int count) {
-        store_lanes(to + d, input(at.write_ends[write] - 1, kept - 1 - place, d, count), count);
+        store_lanes(to + d, input(row, kept - 1 - place, d, count), count);
       });
     });
   }

@@ -70,9 +70,6 @@ template <typename Step>
 inline void scan_rows(float* state, int64_t size, float* states, int64_t heads, int64_t h, const StateRows& at,
                       int64_t rows, Step step) {
   const auto slot = [&](int64_t index) { return states + (index * heads + h) * size; };
-  // Those of an item are in order, as the items are.
-  int64_t write = 0;
-  const auto is_kept = [&](int64_t row) { return write < at.count && at.write_ends[write] == row + 1; };
   const float* from = state;
   for (int64_t row = 0; row < rows; row++) {
     if (row == at.begins[row]) {
@@ -80,10 +77,9 @@ inline void scan_rows(float* state, int64_t size, float* states, int64_t heads, 
       if (source < 0) std::fill_n(state, size, 0.0f);
       from = source < 0 ? state : slot(source);
     }
-    float* to = is_kept(row) ? slot(at.write_slots[write++]) : state;
+    float* to = at.keeps[row] < 0 ? state : slot(at.keeps[row]);
     step(row, from, to);
     from = to;
-    for (; is_kept(row); write++) std::copy_n(from, size, slot(at.write_slots[write]));
   }
 }
 

@@ -59,8 +59,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *pointers("out projected weights inputs states"),
-        *pointers("begins sources write_ends write_slots"),
-        *integers("num_writes"),
+        *pointers("begins sources keeps"),
         *pointers("convolved unit scanned"),
         *integers("rows"),
     )
@@ -115,9 +114,7 @@ def _run(
         None if states is None else states.data_ptr(),
         at.begins.data_ptr(),
         at.sources.data_ptr(),
-        at.write_ends.data_ptr(),
-        at.write_slots.data_ptr(),
-        len(at.write_ends),
+        at.keeps.data_ptr(),
     )
     arguments.rows = len(projected)
     for name, tensor in zip(("convolved", "unit", "scanned"), space, strict=False):

@@ -72,8 +72,7 @@ class _Step(ctypes.Structure):
         *integers("has_x rows num_wanted rotary_dim num_slots page_size"),
         *integers("items table_stride threads"),
         *integers("is_quantised is_wide"),
-        *pointers("states begins sources write_ends write_slots"),
-        *integers("num_writes"),
+        *pointers("states begins sources keeps"),
     )
 
 
@@ -238,9 +237,7 @@ class Sublayers:
         if state_rows is not None:
             step.states = ctypes.addressof(pages.states)
             step.begins, step.sources = state_rows.begins.data_ptr(), state_rows.sources.data_ptr()
-            step.write_ends = state_rows.write_ends.data_ptr()
-            step.write_slots = state_rows.write_slots.data_ptr()
-            step.num_writes = len(state_rows.write_ends)
+            step.keeps = state_rows.keeps.data_ptr()
         outcome = cast(int, self._run(self._address, ctypes.addressof(step)))
         if outcome != 0:
             kind, message = _OUTCOMES[outcome]

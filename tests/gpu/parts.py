@@ -67,8 +67,10 @@ class Outcome:
 
 
 def all_parts() -> list[Part]:
-    """Those of the device first, then one for each file with tests of CUDA kernels."""
+    """Tiny models with recurrent layers, what is of the device, and each other file with tests of kernels."""
+    recurrent = ("cuda/test_state_scans_cuda.py", "cuda/test_recurrent_models_cuda.py")
     own = [
+        Part("recurrent", tuple(KERNELS + name for name in recurrent)),
         Part("graphs", (OWN + "test_graphs.py",)),
         Part("step-loop", (OWN + "test_step_loop.py",)),
         Part("worker", ("tests/workers/test_worker_process.py",)),
@@ -85,6 +87,7 @@ def all_parts() -> list[Part]:
     ]
     files = sorted(path.name for path in (ROOT / KERNELS).glob("cuda/test_*.py"))
     kernels = [*_OPERATIONS, *(f"cuda/{name}" for name in files if name not in _WITHOUT_GPU)]
+    kernels = [name for name in kernels if name not in recurrent]
     # The runner and attention before what is simpler.
     kernels.sort(key=lambda name: "runner" not in name and "attention" not in name)
     return own + [Part(Path(name).stem.removeprefix("test_"), (KERNELS + name,)) for name in kernels]

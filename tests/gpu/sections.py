@@ -180,7 +180,7 @@ def _precompile(context: Context, end_s: float) -> Iterator[Row]:
 # The tests that show most, first.
 FIRST = {
     "kernels": ("real-sizes", "sampling", "lora", "batch-invariance"),
-    "layers": ("graphs", "step-loop", "worker", "executor", "quantised", "device-lost"),
+    "layers": ("recurrent", "graphs", "step-loop", "worker", "executor", "quantised", "device-lost"),
 }
 
 

@@ -1,7 +1,12 @@
-"""Kernels at the widths of Qwen3-0.6B, 8B and 14B, with thousands of tokens and contexts of 32k."""
+"""Kernels at the widths of Qwen3-0.6B, 8B and 14B, with thousands of tokens and contexts of 32k.
+
+Layers with recurrent states have those of Qwen3-Next 80B-A3B, Granite 4 H Small and Falcon-H1 7B.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +23,10 @@ from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write_reference
 from tests.gpu.sizes import sized
 from tests.kernels.attention_case import Item, make_case
-from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings
+from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings, same_bits
+from tests.kernels.cuda.test_state_scans_cuda import on, run
 from tests.kernels.references import rms_norm64
+from tests.kernels.test_state_scans import Drawn, Layer, gated_delta_of, mamba2_of, rows_of, states_of
 
 EPS = 1e-6
 # Query and key-value heads of the three models; (1, 1) is of none.
@@ -134,3 +141,35 @@ def test_rope_kv_write(heads: int, kv_heads: int, device: torch.device) -> None:
         written = mine.cpu().flatten(0, 1)  # [slots, K, D]
         assert_same_roundings(written[slots], theirs.flatten(0, 1)[slots])
         assert int(written.isnan().sum()) == written.numel() - TOKENS * kv_heads * WIDTH
+
+
+RECURRENT = {
+    "gated delta": partial(gated_delta_of, adjacent=2, sizes=sized((32, 128, 16, 128), (2, 20, 1, 8))),
+    "mamba2": partial(mamba2_of, sizes=sized((128, 64, 1, 128), (2, 12, 1, 8))),
+    "mamba2 with wide states": partial(mamba2_of, sizes=sized((24, 128, 1, 256), (2, 12, 1, 16))),
+}
+
+
+@pytest.mark.parametrize("layer_of", RECURRENT.values(), ids=RECURRENT)
+def test_layers_with_recurrent_states(
+    layer_of: Callable[..., Layer], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside many decodes, as accurate as torch; and in two chunks with the same bits."""
+    drawn, dtype, decodes, tokens = Drawn(1), torch.bfloat16, sized(60, 1), sized(1000, 4)
+    layer = layer_of(drawn, dtype)
+    exact_states = [tensor.to(device) for tensor in states_of(layer, drawn, dtype)]
+    states = [tensor.clone() for tensor in exact_states]
+    projected = drawn(decodes + tokens, layer.projected).to(device, dtype)
+    at = rows_of([1] * decodes + [tokens], [3] * decodes + [-1], [(decodes + tokens, 0)])
+    exact = layer.reference(projected, on(str(device), layer.weights), *exact_states, on(str(device), at))
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = run(layer, str(device), projected, states, at)
+    # The convolution is rounded once, in both: 2^-8 of a value where they round to different sides.
+    assert (found.float() - exact.float()).norm() < 2**-6 * exact.float().norm()
+    prompt, half = projected[decodes:], tokens // 2
+    first = run(layer, str(device), prompt[:half].contiguous(), states, rows_of([half], [-1], [(half, 1)]))
+    rest = rows_of([tokens - half], [1], [(tokens - half, 2)])
+    second = run(layer, str(device), prompt[half:].contiguous(), states, rest)
+    assert same_bits(torch.cat([first, second]), found[decodes:])
+    assert all(same_bits(tensor[0], tensor[2]) for tensor in states)

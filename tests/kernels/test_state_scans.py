@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,8 +32,13 @@ class Layer(NamedTuple):
     state: tuple[int, ...]
 
 
-def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
-    heads, width, groups, state = 6, 20, 2, 24
+def mamba2_of(
+    drawn: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int] = (6, 20, 2, 24),
+) -> Layer:
+    """`sizes`: the heads, their width, the groups, and the width of a state."""
+    heads, width, groups, state = sizes
     inner = heads * width
     convolved = inner + 2 * groups * state
     weights = Mamba2Weights(
@@ -46,8 +52,8 @@ def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
         state_width=state,
         eps=1e-5,
     )
-    sizes = inner + convolved + heads, convolved, (heads, state, width)
-    return Layer(mamba2, mamba2_reference, weights, *sizes)
+    widths = inner + convolved + heads, convolved, (heads, state, width)
+    return Layer(mamba2, mamba2_reference, weights, *widths)
 
 
 def bare_mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
@@ -57,9 +63,15 @@ def bare_mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> La
     return made._replace(weights=weights)
 
 
-def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype, adjacent: int = 3) -> Layer:
-    # Four vectors at once, one, and a part of one.
-    heads, width, key_heads, key_width = 6, 84, 2, 24
+def gated_delta_of(
+    drawn: Callable[..., torch.Tensor],
+    dtype: torch.dtype,
+    adjacent: int = 3,
+    # A head has four vectors at once, one, and a part of one.
+    sizes: tuple[int, int, int, int] = (6, 84, 2, 24),
+) -> Layer:
+    """`sizes`: the heads of values and their width, those of keys and theirs."""
+    heads, width, key_heads, key_width = sizes
     convolved = 2 * key_heads * key_width + heads * width
     weights = GatedDeltaWeights(
         taps=drawn(TAPS, convolved).to(dtype),
@@ -71,8 +83,8 @@ def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype, adjac
         adjacent=adjacent,
         eps=1e-5,
     )
-    sizes = heads * width + convolved + 2 * heads, convolved, (heads, key_width, width)
-    return Layer(gated_delta, gated_delta_reference, weights, *sizes)
+    widths = heads * width + convolved + 2 * heads, convolved, (heads, key_width, width)
+    return Layer(gated_delta, gated_delta_reference, weights, *widths)
 
 
 def wide_gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
@@ -111,7 +123,7 @@ def mamba1_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
         states: torch.Tensor,
         at: StateRows,
     ) -> torch.Tensor:
-        x = convolve(rows[:, :inner], taps, bias, inputs, at)
+        x = convolve(rows[:, :inner], taps.to(rows.device), bias.to(rows.device), inputs, at)
         return scan(torch.cat((x, rows[:, inner:]), dim=1), weights, states, at)
 
     return Layer(
@@ -168,12 +180,17 @@ class Drawn:
 
 
 def rows_of(sizes: list[int], sources: list[int], writes: list[tuple[int, int]]) -> StateRows:
-    starts = [sum(sizes[:item]) for item in range(len(sizes))]
+    """`writes`: after so many rows of the batch, to which slot."""
+    starts = [0, *accumulate(sizes)]
     counts = torch.tensor(sizes)
+    keeps = torch.full((starts[-1],), -1)
+    for end, slot in writes:
+        keeps[end - 1] = slot
     return StateRows(
-        torch.tensor(starts).repeat_interleave(counts),
+        torch.tensor(starts[:-1]).repeat_interleave(counts),
         torch.tensor(sources).repeat_interleave(counts),
-        *torch.tensor(writes).T.contiguous(),
+        keeps,
+        torch.tensor(starts, dtype=torch.int32),
     )
 
 

@@ -15,7 +15,7 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.tiny_types import tiny_model
 from tests.workers.packing import HandPacker, HandSequence, Item
-from workers.executors.loading import choose_backend, runs_on_cuda
+from workers.executors.loading import choose_backend, is_quantised_for_cpu, runs_on_cuda
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import new_pages
 
@@ -33,19 +33,28 @@ def other(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "of_64"),
-    [("falcon_h1", {"head_dim": 64}), ("deepseek_v3", {"kv_lora_rank": 48, "qk_rope_head_dim": 16})],
+    ("family", "of_64", "reason"),
+    [
+        ("falcon_h1", {"head_dim": 64}, ""),
+        ("mamba2", {}, ""),
+        (
+            "deepseek_v3",
+            {"kv_lora_rank": 48, "qk_rope_head_dim": 16},
+            "model_type: deepseek_v3 has no native code on a CUDA device",
+        ),
+    ],
 )
-def test_on_a_gpu_recurrent_layers_and_latents_are_left_to_the_library(
-    tmp_path: Path, family: str, of_64: dict[str, int]
+def test_on_a_gpu_recurrent_layers_are_native_and_latents_are_left_to_the_library(
+    tmp_path: Path, family: str, of_64: dict[str, int], reason: str
 ) -> None:
     """Also where keys are 64 wide, for which there are kernels."""
     model_type, settings = settings_of(family)
     directory = make_family_model(tmp_path, model_type, {**settings, **of_64})
     assert choose_backend(directory, "auto").backend == "native"
     choice = choose_backend(directory, "auto", on_cuda=True)
-    reason = f"model_type: {family} has no native code on a CUDA device"
-    assert (choice.backend, choice.reason) == ("transformers", reason)
+    assert (choice.backend, choice.reason) == ("transformers" if reason else "native", reason)
+    # With quantised weights, "--device auto" takes the CPU.
+    assert is_quantised_for_cpu(directory, "q8_0")
 
 
 @pytest.mark.parametrize(("head_dim", "backend"), [(32, "transformers"), (64, "native")])

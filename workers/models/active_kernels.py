@@ -94,8 +94,9 @@ def check_cuda_device(device: torch.device) -> None:
 
 def check_cuda_kernels(config: ModelConfig) -> None:
     """Raises UnsupportedError for a model for which there are no CUDA kernels."""
-    if config.is_recurrent or config.latent is not None:
+    if config.latent is not None:
         raise UnsupportedError(f"model_type: {config.model_type} has no native code on a CUDA device")
-    if config.head_dim not in CUDA_WIDTHS:
+    has_heads = any(layer.attention for layer in config.layers)
+    if has_heads and config.head_dim not in CUDA_WIDTHS:
         known = ", ".join(map(str, CUDA_WIDTHS))
         raise UnsupportedError(f"head_dim: must be one of {known} on a CUDA device, got {config.head_dim}")

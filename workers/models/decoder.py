@@ -114,7 +114,8 @@ class Decoder(Adapted):
             mtp_head.state = len(self.state_shapes)
             self.state_shapes += (mtp_head.state_shape,)
         # A state is that after one text, and there is none of each branch.
-        self.takes_trees = self.graphable = not self.state_shapes
+        self.takes_trees = not self.state_shapes
+        self.graphable = mtp_head is None
         self.kv_layers = (of_layer,) * sum(layer.attention for layer in config.layers)
         self._ropes = tuple(config.ropes)
         self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
@@ -227,7 +228,7 @@ class Decoder(Adapted):
         states = None
         if self.state_shapes:
             inputs = with_tokens_before(inputs)
-            states = state_rows(inputs.states, inputs.attention.query_lens)
+            states = inputs.state_rows or state_rows(inputs)
         residual = self._embedded(inputs)
         rotations = self._rotations(inputs.positions, kv)
         routing = last_routing = steered = None

@@ -16,9 +16,17 @@ import torch
 
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ancestors
+from kernels.state_rows import StateRows
 from workers.kv.states import StateRun
 
-__all__ = ["MAX_TREE_TOKENS", "AttentionBatch", "ForwardInputs", "TokenTrees", "depths_and_ancestors"]
+__all__ = [
+    "MAX_TREE_TOKENS",
+    "AttentionBatch",
+    "ForwardInputs",
+    "StateRows",
+    "TokenTrees",
+    "depths_and_ancestors",
+]
 
 
 @dataclass(slots=True)
@@ -40,6 +48,8 @@ class ForwardInputs:
     experts: torch.Tensor | None = None
     # [N] of a model with recurrent layers: the states that each item begins from and writes.
     states: Sequence[StateRun] = ()
+    # The same of single tokens, where CUDA graphs read it. None: `states` says it.
+    state_rows: StateRows | None = None
 
     def to(self, device: torch.device, *, pinned: bool = False) -> ForwardInputs:
         """A copy on a device; this object if it is there already.

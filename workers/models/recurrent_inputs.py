@@ -9,14 +9,13 @@ Dimension letters: T tokens of all items; N items.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 
 from kernels.state_rows import StateRows
-from workers.kv.states import EMPTY, StateRun
+from workers.kv.states import EMPTY
 from workers.models.inputs import ForwardInputs
 
 
@@ -29,21 +28,23 @@ def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
     if not any(added):
         return inputs
     assert inputs.attention.trees is None, "no model with states takes them"
-    lens = inputs.attention.query_lens
+    lens, device = inputs.attention.query_lens, inputs.token_ids.device
     new_lens = [count + more for count, more in zip(lens, added, strict=True)]
     begins = accumulate(lens, initial=0)
     tokens, positions = list[torch.Tensor](), list[torch.Tensor]()
     slots, old_rows = list[torch.Tensor](), list[torch.Tensor]()
     for run, begin, count in zip(inputs.states, begins, lens, strict=False):
-        own = torch.arange(begin, begin + count)
-        before = torch.arange(run.source.position, run.source.position + len(run.before))
-        tokens += [torch.tensor(list(run.before), dtype=torch.int64), inputs.token_ids[own]]
+        own = torch.arange(begin, begin + count, device=device)
+        before = torch.arange(run.source.position, run.source.position + len(run.before), device=device)
+        again = torch.tensor(list(run.before), dtype=torch.int64, device=device)
+        tokens += [again, inputs.token_ids[own]]
         positions += [before, inputs.positions[own]]
         slots += [torch.full_like(before, -1), inputs.slots[own]]
         old_rows += [torch.full_like(before, begin), own]
     lora_slots = inputs.lora_slots
-    shifts = torch.tensor([*accumulate(added)]).repeat_interleave(torch.tensor(lens))  # [T], by the old rows
-    starts = torch.tensor([0, *accumulate(new_lens)], dtype=torch.int32)
+    # [T], by the old rows
+    shifts = torch.tensor([*accumulate(added)]).repeat_interleave(torch.tensor(lens)).to(device)
+    starts = torch.tensor([0, *accumulate(new_lens)], dtype=torch.int32, device=device)
     return dataclasses.replace(
         inputs,
         token_ids=torch.cat(tokens),
@@ -66,17 +67,14 @@ def _experts_with_before(
     return None if given is None else given[old_rows].masked_fill(are_before[:, None, None], -1)
 
 
-def state_rows(runs: Sequence[StateRun], query_lens: Sequence[int]) -> StateRows:
-    """Which states the rows of a batch follow and leave. `query_lens`: with the tokens before."""
+def state_rows(inputs: ForwardInputs) -> StateRows:
+    """Which states the rows of a batch follow and leave, on its device. The tokens before are in it."""
+    runs, query_lens = inputs.states, inputs.attention.query_lens
     starts = [*accumulate(query_lens, initial=0)][:-1]
-    writes = [
-        (start + held.position - run.source.position, held.slot)
-        for start, run in zip(starts, runs, strict=True)
-        for held in run.writes
-        if held.slot != EMPTY
-    ]
     sources = [run.source.slot for run in runs]
-    of_rows = np.repeat(np.array([starts, sources], np.int64), query_lens, axis=1)  # [2, T]
-    of_writes = np.array(writes, np.int64).reshape(-1, 2).T.copy()  # [2, W]
-    begins, row_sources, ends, slots = map(torch.from_numpy, (*of_rows, *of_writes))
-    return StateRows(begins, row_sources, ends, slots)
+    of_rows = np.repeat(np.array([starts, sources, [EMPTY] * len(runs)], np.int64), query_lens, axis=1)
+    for start, run in zip(starts, runs, strict=True):
+        for held in run.writes:
+            of_rows[2, start + held.position - run.source.position - 1] = held.slot
+    begins, row_sources, keeps = torch.from_numpy(of_rows).to(inputs.token_ids.device)  # [3, T]
+    return StateRows(begins, row_sources, keeps, inputs.attention.query_starts)

@@ -115,10 +115,15 @@ def formats_of(
     *,
     rounds_rows: bool = True,
 ) -> FormatOf | None:
-    """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
+    """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`.
+
+    Raises UnsupportedError for a model with recurrent layers on a GPU: that was never tested.
+    """
     if not forms and quantization is None:
         return None
     format_of = forms.get if quantization is None else recipe(quantization, config)
+    if gpu_format.is_gpu(device) and config.is_recurrent:
+        raise UnsupportedError("quantised weights of a model with recurrent layers need device = cpu")
     if not gpu_format.is_gpu(device):
         return format_of if rounds_rows else lambda name: unrounded(format_of(name))
 
@@ -167,8 +172,8 @@ def plan_load(
     for note in source.notes():
         _log.info("%s: %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
-    if config.is_recurrent and device.type != "cpu":
-        raise UnsupportedError("native code for recurrent layers needs device = cpu")
+    if mtp_head and device.type != "cpu":
+        raise UnsupportedError("draft_model = mtp needs device = cpu")
     if config.latent is not None and device.type != "cpu":
         raise UnsupportedError("native code for latent attention needs device = cpu")
     if quantization is not None and forms:

@@ -8,8 +8,9 @@ A batch runs in the smallest bucket that it fits, and the other rows are padded.
 first decode: for each size one; when the model has slots for adapters, one that only batches with adapters
 replay. Rows with a mask, biases, penalties or limits are chosen once more, by a short second
 graph (`adjusted_rows`). Other steps (prefills, mixed batches, verifies, larger batches, captured hidden
-states, given experts) run eagerly with the same kernels. So do decodes, more slowly, if a capture fails. With
-graphs switched off, the kernels of a decode are launched one by one, over the same memory and as far ahead.
+states, given experts, tokens that follow an older state) run eagerly with the same kernels. So do decodes,
+more slowly, if a capture fails. With graphs switched off, the kernels of a decode are launched one by one,
+over the same memory and as far ahead.
 
 Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
 (`launch`), with other rows whose tokens the host has: so the device does not wait for the host between them.
@@ -92,7 +93,8 @@ class CudaGraphRunner:
         max_pages = -(-max_seq_len // kv.page_size)
         self._max_rows, self._max_pages = self._buckets[-1], max_pages
         self.name = "cuda_graph" if graphs else EagerRunner.name
-        self.can_launch = True
+        # The slots of a state are known when its step is run.
+        self.can_launch = not model.state_shapes
         # None after the first use.
         self._capture: Capture | None = capture or (CudaCapture(kv.device) if graphs else launch_each)
         # The same, for the graphs that are captured when the model has slots for adapters.
@@ -220,6 +222,7 @@ class CudaGraphRunner:
             and max(inputs.attention.query_lens) == 1
             and inputs.attention.trees is None
             and inputs.experts is None
+            and not any(run.before for run in inputs.states)
             and inputs.attention.page_tables.shape[1] <= self._max_pages
         )
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from workers.counter_rng import mix64, mix_keys
 from workers.device_sampling import LIMITS, limits
-from workers.models.inputs import AttentionBatch, ForwardInputs
+from workers.models.inputs import AttentionBatch, ForwardInputs, StateRows
 from workers.outputs import Sampling
 from workers.runners.adjusted_rows import adjusted_among
 from workers.runners.decode_memory import (
@@ -132,6 +132,12 @@ class DecodeBuffers:
                 context_lens_host=[1] * bucket,
             ),
             lora_slots=self._columns.lora_slots[:bucket] if lora else None,
+            state_rows=StateRows(
+                begins=self._row_numbers[:bucket],
+                sources=self._columns.state_sources[:bucket],
+                keeps=self._columns.state_keeps[:bucket],
+                starts=self._query_starts[: bucket + 1],
+            ),
         )
 
     def draws(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +178,8 @@ class DecodeBuffers:
         is_there = self._next == _NextTokens(token_ids.tobytes(), inputs.positions.numpy().tobytes())
         self.invalidate()  # until this step has run
         same_rows = same_settings and same_tables and lora_slots == self._lora_slots
-        if is_there and same_rows and not len(self._drawn):
+        # The states of a step are in other slots than those of the one before it.
+        if is_there and same_rows and not len(self._drawn) and not inputs.states:
             return False
         self._pad_from(count)
         self._host.token_ids[:count] = token_ids
@@ -231,6 +238,9 @@ class DecodeBuffers:
         host.positions[:count] = positions
         host.slots[:count] = inputs.slots.numpy()
         host.context_lens[:count] = inputs.attention.context_lens.numpy()
+        if inputs.states:
+            host.state_sources[:count] = [run.source.slot for run in inputs.states]
+            host.state_keeps[:count] = [run.writes[-1].slot for run in inputs.states]
         if len(self._drawn):
             # A draw depends on the position of the chosen token.
             host.keys[self._drawn] = mix_keys(self._streams, positions[self._drawn] + 1).view(np.int64)

@@ -28,22 +28,24 @@ class RowColumns(NamedTuple, Generic[Column]):
     positions: Column  # int64
     slots: Column  # int64; -1: nothing is written
     keys: Column  # int64, the bits of the uint64 from `mix_key`
+    state_sources: Column  # int64, the slot of the recurrent state before the row; -1: there is none
+    state_keeps: Column  # int64, that of the state after it; -1: it is not kept
     temperatures: Column  # float64; 0: the most likely token
     context_lens: Column  # int32; 0: a padded row
     lora_slots: Column  # int32; -1: no adapter
 
 
 # Of a row in these columns, in those of the limits too, and in those of the results.
-_PLAIN_BYTES = 48
+_PLAIN_BYTES = 64
 COLUMN_BYTES = _PLAIN_BYTES + sum(neutral.nbytes for neutral in LIMITS.values())
 _RESULT_BYTES = 16
 
 
 def columns_in(memory: torch.Tensor, rows: int) -> RowColumns[torch.Tensor]:
     """Views of `memory`, [COLUMN_BYTES * B] uint8."""
-    integers = memory[: 32 * rows].view(torch.int64).view(4, rows)
-    temperatures = memory[32 * rows : 40 * rows].view(torch.float64).view(1, rows)
-    places = memory[40 * rows : _PLAIN_BYTES * rows].view(torch.int32).view(2, rows)
+    integers = memory[: 48 * rows].view(torch.int64).view(6, rows)
+    temperatures = memory[48 * rows : 56 * rows].view(torch.float64).view(1, rows)
+    places = memory[56 * rows : _PLAIN_BYTES * rows].view(torch.int32).view(2, rows)
     return RowColumns(*integers, *temperatures, *places)
 
 
@@ -58,7 +60,7 @@ def limits_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
 
 
 # What a padded row has; its key does not matter.
-PADDING = RowColumns[float](0, 0, -1, 0, 0.0, 0, -1)
+PADDING = RowColumns[float](0, 0, -1, 0, -1, -1, 0.0, 0, -1)
 
 
 class Results(NamedTuple):

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from workers.device_sampling import ROWS_AT_ONCE
+from workers.kv.states import EMPTY, FROM_START, Held, StateRun
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.models.model import Model
@@ -39,6 +40,9 @@ def measure_working_bytes(
         if model.max_lora_slots:
             rows = torch.zeros(max_step_tokens, dtype=torch.int32)
             inputs = dataclasses.replace(inputs, lora_slots=rows)
+        if kv.states is not None:
+            ends = inputs.attention.context_lens_host
+            inputs.states = [StateRun(FROM_START, (), (Held(end, EMPTY),)) for end in ends]
         inputs = inputs.to(device)
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
         # Sampling and log-probabilities use float32 copies of some rows.

@@ -19,8 +19,13 @@ from benchmarks.gpu.launches import Device, Launch, Pointer, as_on, recording
 from kernels.attention_batch import AttentionBatch
 from kernels.cuda.variant import SHARED_BYTES
 from kernels.float8_weight import Float8Format
+from kernels.gated_delta import GatedDeltaWeights, gated_delta
 from kernels.group_formats import FORMATS, integer_groups, table_groups
+from kernels.mamba1 import Mamba1Weights, mamba1
+from kernels.mamba2 import Mamba2Weights, mamba2
 from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS, paged_attention
+from kernels.short_conv import short_conv, silu_conv
+from kernels.state_rows import StateRows
 from kernels.weight_formats import OnGpu, WeightFormat
 from workers.models.builder import FormatOf
 from workers.models.config import ModelConfig
@@ -191,6 +196,47 @@ def _attend(
             )
 
 
+# Layers with recurrent states, in the sizes of the models named behind them.
+_DELTA = ((16, 1), (32, 128))  # Qwen3-Next 80B-A3B; Kimi Linear 48B-A3B, with a decay of each element
+_MAMBA2 = (  # Granite 4 H Small; Nemotron-H 8B; Falcon-H1 7B, without a norm
+    (128, 64, 1, 128, True),
+    (128, 64, 8, 128, True),
+    (24, 128, 1, 256, False),
+)
+_MAMBA1 = (8192, 16)  # Falcon Mamba 7B
+
+
+def _recurrent(dtype: torch.dtype) -> None:
+    """What layers with recurrent states launch between their projections; see `kernels`."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device="meta")
+
+    begins, sources, keeps = (torch.empty(5, dtype=torch.int64, device="meta") for _ in range(3))
+    at = StateRows(begins, sources, keeps, torch.empty(3, dtype=torch.int32, device="meta"))
+    for width, bias in ((2048, None), (1024, empty(1024))):  # LFM2 1.2B
+        short_conv(empty(5, 3 * width), empty(3, width), bias, empty(9, 2, width), at)
+    for key_heads, decays in _DELTA:
+        convolved = 2 * key_heads * 128 + 32 * 128
+        parameters = empty(4, convolved), floats(32 * decays), floats(32), empty(128)
+        delta = GatedDeltaWeights(*parameters, key_heads, key_width=128, adjacent=32 // key_heads, eps=1e-6)
+        gated_delta(empty(5, sum(delta.widths)), delta, empty(9, 3, convolved), floats(9, 32, 128, 128), at)
+    for heads, width, groups, state, has_norm in _MAMBA2:
+        inner = heads * width
+        convolved, norm = inner + 2 * groups * state, empty(inner) if has_norm else None
+        taps, of_head = (empty(4, convolved), empty(convolved)), (floats(heads), floats(heads), floats(heads))
+        second = Mamba2Weights(*taps, *of_head, norm, groups, state_width=state, eps=1e-5)
+        rows = empty(5, inner + convolved + heads)
+        mamba2(rows, second, empty(9, 3, convolved), floats(9, heads, state, width), at)
+    inner, state = _MAMBA1
+    first = Mamba1Weights(floats(inner), floats(inner // 64, state, 64), floats(inner))
+    silu_conv(empty(5, 2 * inner)[:, :inner], empty(4, inner), empty(inner), empty(9, 3, inner), at)
+    mamba1(empty(5, 3 * inner + 2 * state), first, floats(9, inner // 64, state, 64), at)
+
+
 @functools.cache
 def launches_on(architecture: int) -> frozenset[Launch]:
     """What is launched on a GPU of an architecture."""
@@ -203,6 +249,8 @@ def launches_on(architecture: int) -> frozenset[Launch]:
     with as_on(device), recording() as attended:
         for shape in _attention():
             _attend(*shape)
+        for dtype in (_BF16, _FP32):
+            _recurrent(dtype)
     return frozenset(found | attended)
 
 

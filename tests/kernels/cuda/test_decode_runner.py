@@ -186,7 +186,9 @@ def test_without_graphs_the_launches_are_the_same(
 
 def test_what_switches_graphs_off_keeps_the_buffers() -> None:
     """As the model's device says, which has no GPU behind it here."""
-    model: Any = SimpleNamespace(device=torch.device("cuda"), graphable=True, has_hidden_states=True)
+    model: Any = SimpleNamespace(
+        device=torch.device("cuda"), graphable=True, has_hidden_states=True, state_shapes=()
+    )
     for graphs, name in ((True, "cuda_graph"), (False, "eager")):
         limits = StepLimits(max_items=6, cuda_graphs=graphs)
         runner = new_runner(model, make_kv("cpu"), limits, max_seq_len=256)
