@@ -15,11 +15,12 @@ namespace {
 #if defined(QUIRE_VNNI)
 #define QUIRE_SUMS 16
 constexpr int kTileRows = 8;
-// For more tiles, it is faster to unpack values of 4 bits once.
+// For more tiles, it is faster to unpack values once. Of 4 bits:
 constexpr int64_t kMostTilesOfHalves = 2;
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
 #define QUIRE_SUMS 8
 constexpr int kTileRows = 4;
+constexpr int64_t kMostTilesOfPlanes = 2;  // of 5 and 6 bits
 constexpr int64_t kMostTilesOfHalves = kRoundedRows;
 #else
 #define QUIRE_SUMS 16
@@ -41,10 +42,14 @@ struct Stored {
   static constexpr int kLow = kLowBits, kHigh = kHighBits, kBits = kLowBits + kHighBits, kWidth = kValueBits;
 };
 using Bytes = Stored<8, 0, 8>;
-using Unpacked = Stored<8, 0, 6>;  // at most 6 bits in a byte
 using Nibbles = Stored<4, 0, 4>;
+#if QUIRE_SUMS == 8
+using FewBits = Stored<8, 0, 6>;  // at most 6 bits in a byte
 using FiveBits = Stored<4, 1, 5>;
 using SixBits = Stored<4, 2, 6>;
+#else
+using FewBits = Bytes;
+#endif
 
 // The sums of one group, or of its halves, for kRows rows and the outputs of a block, exact: of weight * value over the
 // inputs. Values of weights are `moved`; see RowGroup::starts.
@@ -275,11 +280,10 @@ Reader reader_of(const GroupFormat& format, int64_t tiles) {
     return {halves ? add_tile_with<Bytes, 2>(extra) : add_tile_with<Bytes, 1>(extra), format.bits == 8};
   if (format.bits == 4 && tiles <= kMostTilesOfHalves) return {add_tile_with<Nibbles, 1>(extra), true};
 #if QUIRE_SUMS == 8
-  // For more tiles, it is faster to unpack values once.
-  if (format.bits == 6 && tiles <= 2) return {add_tile_with<SixBits, 2>(extra), true};
-  if (format.bits == 5 && tiles <= 2) return {add_tile_with<FiveBits, 1>(extra), true};
+  if (format.bits == 6 && halves && tiles <= kMostTilesOfPlanes) return {add_tile_with<SixBits, 2>(extra), true};
+  if (format.bits == 5 && !halves && tiles <= kMostTilesOfPlanes) return {add_tile_with<FiveBits, 1>(extra), true};
 #endif
-  return {halves ? add_tile_with<Unpacked, 2>(extra) : add_tile_with<Unpacked, 1>(extra), false};
+  return {halves ? add_tile_with<FewBits, 2>(extra) : add_tile_with<FewBits, 1>(extra), false};
 }
 
 // Adds the products of all rows and one block to `sums`, chunk after chunk.
@@ -288,9 +292,7 @@ void add_block(const GroupedProducts<T>& products, Sums* sums, const uint8_t* ch
   const GroupFormat& format = *products.format;
   const Tiles tiles(products.count);
   const int64_t groups = groups_of(products.inputs);
-  const Reader reader = reader_of(format, tiles.count);
-  const bool plain = reader.plain;
-  const AddTile add = reader.add;
+  const auto [add, plain] = reader_of(format, tiles.count);
   alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes];
   Factors factors;
   for (int64_t group = 0; group < groups; group += kChunkGroups) {
