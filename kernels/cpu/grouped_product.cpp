@@ -15,11 +15,12 @@ namespace {
 #if defined(QUIRE_VNNI)
 #define QUIRE_SUMS 16
 constexpr int kTileRows = 8;
-// For more tiles, it is faster to unpack values of 4 bits once.
+// For more tiles, it is faster to unpack values once. Of 4 bits:
 constexpr int64_t kMostTilesOfHalves = 2;
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
 #define QUIRE_SUMS 8
 constexpr int kTileRows = 4;
+constexpr int64_t kMostTilesOfPlanes = 2;  // of 5 and 6 bits
 constexpr int64_t kMostTilesOfHalves = kRoundedRows;
 #else
 #define QUIRE_SUMS 16
@@ -34,30 +35,48 @@ constexpr float kLeast = 1e-30f;
 
 inline int32_t four(const RowGroup& row, int step) { return load<int32_t>(row.values + 4 * step); }
 
-// The sums of one group, or of its halves, for kRows rows and the outputs of a vector, exact: of weight * value over the
-// inputs. Values of weights have 8 bits, or 4. They are `moved`; see RowGroup::starts.
+// How the values of a weight lie where products read them: in a plane of kLowBits and, unless it has none, one of kHighBits
+// above them (group_chunk.h). They have kValueBits.
+template <int kLowBits, int kHighBits, int kValueBits>
+struct Stored {
+  static constexpr int kLow = kLowBits, kHigh = kHighBits, kBits = kLowBits + kHighBits, kWidth = kValueBits;
+};
+using Bytes = Stored<8, 0, 8>;
+using Nibbles = Stored<4, 0, 4>;
+#if QUIRE_SUMS == 8
+using FewBits = Stored<8, 0, 6>;  // at most 6 bits in a byte
+using FiveBits = Stored<4, 1, 5>;
+using SixBits = Stored<4, 2, 6>;
+#else
+using FewBits = Bytes;
+#endif
+
+// The sums of one group, or of its halves, for kRows rows and the outputs of a block, exact: of weight * value over the
+// inputs. Values of weights are `moved`; see RowGroup::starts.
 template <int kHalves, int kRows>
-using GroupSums = Whole[kHalves][kRows];
+using GroupSums = Whole[kHalves][kRows][kVectors];
 
 #if defined(QUIRE_VNNI)
 
-template <int kBits, int kHalves, int kRows>
+template <typename Values, int kHalves, int kRows>
 inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, const RowGroup* rows, int) {
   const Whole low = Whole{} + 0x0f0f0f0f;
   const auto add = [&](int step, Whole weights) {
-    Whole(&half)[kRows] = sums[kHalves == 2 ? step / 4 : 0];
+    Whole(&half)[kRows][kVectors] = sums[kHalves == 2 ? step / 4 : 0];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++)
-      half[r] = (Whole)_mm512_dpbusd_epi32((__m512i)half[r], (__m512i)weights, (__m512i)(Whole{} + four(rows[r], step)));
+    for (int r = 0; r < kRows; r++) {
+      const Whole inputs = Whole{} + four(rows[r], step);
+      half[r][0] = (Whole)_mm512_dpbusd_epi32((__m512i)half[r][0], (__m512i)weights, (__m512i)inputs);
+    }
   };
 #pragma GCC unroll 2
   for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) sums[h][r] = Whole{} + rows[r].starts[h];
+    for (int r = 0; r < kRows; r++) sums[h][r][0] = Whole{} + rows[r].starts[h];
 #pragma GCC unroll 8
-  for (int step = 0; step < kBits; step++) {
+  for (int step = 0; step < Values::kBits; step++) {
     const Whole weights = load<Whole>(values + step * kStepBytes);
-    if constexpr (kBits == 8) {
+    if constexpr (Values::kBits == 8) {
       add(step, weights);
     } else {
       add(step, weights & low);
@@ -68,50 +87,68 @@ inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, co
 
 #elif QUIRE_SUMS == 8
 
-// Pairs of products are added in 16 bits: 2 * 128 * 127 fits, as do 16 * 15 * 127 of a whole group of 4 bits.
-template <int kBits, int kHalves, int kRows>
+// Were sums added in another order, as GCC would, there would be more of them than registers.
+inline void keep_order(__m256i& sum) { asm("" : "+x"(sum)); }
+
+// The weights of four inputs and of the outputs of a vector, a byte each.
+template <typename Values>
+inline __m256i weights_of(const uint8_t* values, int step, int vector) {
+  const auto line = [&](int index) { return load<__m256i>(values + index * kStepBytes + vector * kSums * 4); };
+  const auto bits = [](__m256i pairs, int from, int to, int count) {
+    const __m256i moved = from >= to ? _mm256_srli_epi16(pairs, from - to) : _mm256_slli_epi16(pairs, to - from);
+    return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(((1 << count) - 1) << to)));
+  };
+  constexpr int kLow = Values::kLow, kHigh = Values::kHigh;
+  if constexpr (kLow == 8) return line(step);
+  const __m256i low = bits(line(step % kLow), step / kLow * kLow, 0, kLow);
+  if constexpr (kHigh == 0) return low;
+  else return _mm256_or_si256(low, bits(line(kLow + step % kHigh), step / kHigh * kHigh, kLow, kHigh));
+}
+
+// Pairs of products are added in 16 bits: 2 * 128 * 127 fits, as do 4 * 63 * 127, and 16 * 15 * 127 of a whole group.
+template <typename Values, int kHalves, int kRows>
 inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, const RowGroup* rows, int moved) {
-  const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
-  const __m256i by = _mm256_set1_epi8(static_cast<char>(moved));
-  __m256i found[kHalves][kRows];
+  const __m256i ones = _mm256_set1_epi16(1), by = _mm256_set1_epi8(static_cast<char>(moved));
+  constexpr bool kSigned = Values::kWidth == 8;
+  constexpr int kSteps = 8 / kHalves, kTogether = kSigned ? 1 : Values::kWidth > 4 ? 2 : kSteps;
+#pragma GCC unroll 8
+  for (int begin = 0; begin < 8; begin += kTogether) {
+    const int h = begin / kSteps;
+    __m256i found[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int step = begin; step < begin + kTogether; step++) {
+      __m256i weights[kVectors];
 #pragma GCC unroll 2
-  for (int h = 0; h < kHalves; h++)
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) found[h][r] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-  for (int step = 0; step < kBits; step++) {
-    const __m256i weights = load<__m256i>(values + step * kStepBytes);
-    if constexpr (kBits == 8) {
-      __m256i(&half)[kRows] = found[kHalves == 2 ? step / 4 : 0];
-      const __m256i with_sign = _mm256_sub_epi8(weights, by), sizes = _mm256_abs_epi8(with_sign);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        const __m256i moved_sign = _mm256_sign_epi8(_mm256_set1_epi32(four(rows[r], step)), with_sign);
-        half[r] = _mm256_add_epi32(half[r], _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, moved_sign), ones));
+      for (int v = 0; v < kVectors; v++) {
+        weights[v] = weights_of<Values>(values, step, v);
+        if (kSigned) weights[v] = _mm256_sub_epi8(weights[v], by);
       }
-    } else {
-      const __m256i first = _mm256_and_si256(weights, low);
-      const __m256i last = _mm256_and_si256(_mm256_srli_epi16(weights, 4), low);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        const __m256i one = _mm256_maddubs_epi16(first, _mm256_set1_epi32(four(rows[r], step)));
-        const __m256i other = _mm256_maddubs_epi16(last, _mm256_set1_epi32(four(rows[r], step + 4)));
-        found[0][r] = _mm256_add_epi16(found[0][r], _mm256_add_epi16(one, other));
+        const __m256i inputs = _mm256_set1_epi32(four(rows[r], step));
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) {
+          const __m256i products =
+              kSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(weights[v]), _mm256_sign_epi8(inputs, weights[v]))
+                      : _mm256_maddubs_epi16(weights[v], inputs);
+          found[r][v] = step == begin ? products : _mm256_add_epi16(found[r][v], products);
+          keep_order(found[r][v]);
+        }
       }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; v++) {
+        const Whole first = begin % kSteps != 0 ? sums[h][r][v] : Whole{} + (kSigned ? 0 : rows[r].starts[h]);
+        sums[h][r][v] = first + (Whole)_mm256_madd_epi16(found[r][v], ones);
+      }
   }
-#pragma GCC unroll 2
-  for (int h = 0; h < kHalves; h++)
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-      if constexpr (kBits == 8) sums[h][r] = (Whole)found[h][r];
-      else sums[h][r] = (Whole)_mm256_madd_epi16(found[h][r], ones) + rows[r].starts[h];
-    }
 }
 
 #else
 
-template <int kBits, int kHalves, int kRows>
+template <typename Values, int kHalves, int kRows>
 inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, const RowGroup* rows, int moved) {
   for (int h = 0; h < kHalves; h++)
     for (int r = 0; r < kRows; r++)
@@ -119,11 +156,11 @@ inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, co
         int32_t sum = 0;
         for (int step = h * 4; step < h * 4 + 8 / kHalves; step++)
           for (int i = 0; i < 4; i++) {
-            const int byte = values[step % kBits * kStepBytes + output * 4 + i];
-            const int value = kBits == 8 ? byte : step < 4 ? byte & 15 : byte >> 4;
+            const int byte = values[step % Values::kBits * kStepBytes + output * 4 + i];
+            const int value = Values::kBits == 8 ? byte : step < 4 ? byte & 15 : byte >> 4;
             sum += (value - moved) * rows[r].values[4 * step + i];
           }
-        sums[h][r][output] = sum;
+        sums[h][r][0][output] = sum;
       }
 }
 
@@ -141,9 +178,10 @@ constexpr int kLoadingRows = 7;
 typedef float Sums[kBlockOutputs];  // of a row and a block
 
 // Adds the products of kRows rows and some groups of a block.
-template <int kBits, int kHalves, Extra kExtra, int kRows>
+template <typename Values, int kHalves, Extra kExtra, int kRows>
 void add_groups(Sums* to, const uint8_t* values, const Factors& factors, const RowGroup* rows, int64_t groups,
                 int moved, const uint8_t* next) {
+  constexpr int kBits = Values::kBits;
   Real sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++) std::memcpy(sums[r], to[r], sizeof(sums[r]));
@@ -151,45 +189,45 @@ void add_groups(Sums* to, const uint8_t* values, const Factors& factors, const R
     if constexpr (kRows >= kLoadingRows)
 #pragma GCC unroll 8
       for (int line = 0; line < kBits; line++) __builtin_prefetch(next + (group * kBits + line) * kStepBytes);
+    GroupSums<kHalves, kRows> found;
+    sum_group<Values, kHalves, kRows>(found, values, rows, moved);
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; v++) {
-      GroupSums<kHalves, kRows> found;
-      sum_group<kBits, kHalves, kRows>(found, values + v * kSums * 4, rows, moved);
+    for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 2
-      for (int h = 0; h < kHalves; h++) {
+      for (int v = 0; v < kVectors; v++) {
         const Real scales = load<Real>(factors.scales[group * kHalves + h] + v * kSums);
         const Real extras = load<Real>(factors.extras[group * kHalves + h] + v * kSums);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) {
           Real& sum = sums[r][v];
-          Real whole = __builtin_convertvector(found[h][r], Real);
+          Real whole = __builtin_convertvector(found[h][r][v], Real);
           if constexpr (kExtra == kZeros) whole = add_product(extras, Real{} + rows[r].factors[h], whole);  // exact
           sum = add_product(scales * rows[r].scale, whole, sum);
           if constexpr (kExtra == kMinima) sum = add_product(extras, Real{} + rows[r].factors[h], sum);
         }
       }
-    }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++) std::memcpy(to[r], sums[r], sizeof(sums[r]));
 }
 
 // `add_groups` for up to a tile of rows.
-template <int kBits, int kHalves, Extra kExtra, int kRows = kTileRows>
+template <typename Values, int kHalves, Extra kExtra, int kRows = kTileRows>
 void add_tile(Sums* to, const uint8_t* values, const Factors& factors, const RowGroup* rows, int64_t count, int64_t groups,
               int moved, const uint8_t* next) {
   if constexpr (kRows > 1)
     if (count < kRows)
-      return add_tile<kBits, kHalves, kExtra, kRows - 1>(to, values, factors, rows, count, groups, moved, next);
-  add_groups<kBits, kHalves, kExtra, kRows>(to, values, factors, rows, groups, moved, next);
+      return add_tile<Values, kHalves, kExtra, kRows - 1>(to, values, factors, rows, count, groups, moved, next);
+  add_groups<Values, kHalves, kExtra, kRows>(to, values, factors, rows, groups, moved, next);
 }
 
-using AddTile = decltype(&add_tile<8, 1, kNothing>);
+using AddTile = decltype(&add_tile<Bytes, 1, kNothing>);
 
-AddTile add_tile_of(int64_t bits, int64_t halves, Extra extra) {
-  if (bits == 4) return extra == kMinima ? &add_tile<4, 1, kMinima> : extra == kZeros ? &add_tile<4, 1, kZeros> : &add_tile<4, 1, kNothing>;
-  if (halves == 2) return extra == kMinima ? &add_tile<8, 2, kMinima> : &add_tile<8, 2, kNothing>;
-  return extra == kMinima ? &add_tile<8, 1, kMinima> : extra == kZeros ? &add_tile<8, 1, kZeros> : &add_tile<8, 1, kNothing>;
+template <typename Values, int kHalves>
+AddTile add_tile_with(Extra extra) {
+  return extra == kMinima ? &add_tile<Values, kHalves, kMinima>
+         : extra == kZeros ? &add_tile<Values, kHalves, kZeros>
+                           : &add_tile<Values, kHalves, kNothing>;
 }
 
 // Values are rounded to the nearest, to even ones if two are as near. A group with what is not finite becomes NaN.
@@ -229,14 +267,32 @@ struct Tiles {
   explicit Tiles(int64_t rows) : count((rows + kTileRows - 1) / kTileRows), size((rows + count - 1) / count) {}
 };
 
+// What multiplies a weight, and whether it reads the values as they are stored, or unpacked.
+struct Reader {
+  AddTile add;
+  bool plain;
+};
+
+Reader reader_of(const GroupFormat& format, int64_t tiles) {
+  const Extra extra = extra_of(format);
+  const bool halves = format.halves() == 2;
+  if (format.bits == 8 || format.table)
+    return {halves ? add_tile_with<Bytes, 2>(extra) : add_tile_with<Bytes, 1>(extra), format.bits == 8};
+  if (format.bits == 4 && tiles <= kMostTilesOfHalves) return {add_tile_with<Nibbles, 1>(extra), true};
+#if QUIRE_SUMS == 8
+  if (format.bits == 6 && halves && tiles <= kMostTilesOfPlanes) return {add_tile_with<SixBits, 2>(extra), true};
+  if (format.bits == 5 && !halves && tiles <= kMostTilesOfPlanes) return {add_tile_with<FiveBits, 1>(extra), true};
+#endif
+  return {halves ? add_tile_with<FewBits, 2>(extra) : add_tile_with<FewBits, 1>(extra), false};
+}
+
 // Adds the products of all rows and one block to `sums`, chunk after chunk.
 template <typename T>
 void add_block(const GroupedProducts<T>& products, Sums* sums, const uint8_t* chunk) {
   const GroupFormat& format = *products.format;
   const Tiles tiles(products.count);
   const int64_t groups = groups_of(products.inputs);
-  const bool plain = format.bits == 8 || (format.bits == 4 && !format.table && tiles.count <= kMostTilesOfHalves);
-  const AddTile add = add_tile_of(plain ? format.bits : 8, format.halves(), extra_of(format));
+  const auto [add, plain] = reader_of(format, tiles.count);
   alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes];
   Factors factors;
   for (int64_t group = 0; group < groups; group += kChunkGroups) {
