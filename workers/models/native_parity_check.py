@@ -209,7 +209,7 @@ def _check_logits(
             what=f"{directory}: native code for {config.model_type} in {names}",
             vocab_size=config.vocab_size,
             max_seq_len=config.max_position_embeddings,
-            rounding=torch.bfloat16 if rounds else None,
+            rounds_rows=rounds,
         )
 
 

@@ -58,5 +58,5 @@ def check_loaded(directory: Path, model: LibraryModel, description: ModelDescrip
             what=f"{directory}: this {description.architecture} model",
             vocab_size=description.vocab_size,
             max_seq_len=description.max_seq_len,
-            rounding=torch.bfloat16 if description.quantization and description.rounds_rows else None,
+            rounds_rows=bool(description.quantization) and description.rounds_rows,
         )
