@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
-
 from workers.models.library.errors import library_errors
 from workers.models.library.library_model import LibraryModel
 from workers.models.library.loading import make_library_model
