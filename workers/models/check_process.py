@@ -24,7 +24,7 @@ def check_apart(*arguments: Any) -> float | None:
 
     Raises:
         ModelError: As `check_native`.
-        RuntimeError: The process has ended without a result.
+        MemoryError, RuntimeError: Memory ran out; or the process has ended without a result.
     """
     process = subprocess.run(
         [sys.executable, "-m", "workers.models.check_process"],
@@ -36,8 +36,8 @@ def check_apart(*arguments: Any) -> float | None:
     )
     if process.returncode:
         raise RuntimeError(f"the self-check's process has ended with status {process.returncode}")
-    found: float | ModelError | None = pickle.loads(process.stdout)  # noqa: S301 - of our own child
-    if isinstance(found, ModelError):
+    found: float | Exception | None = pickle.loads(process.stdout)  # noqa: S301 - of our own child
+    if isinstance(found, Exception):
         raise found
     return found
 
@@ -53,10 +53,10 @@ def _main() -> None:
     from workers.models.native_parity_check import check_native  # noqa: PLC0415 - the parent must not import it
 
     torch.set_num_threads(threads)
-    found: float | ModelError | None
+    found: float | Exception | None
     try:
         found = check_native(*arguments)
-    except ModelError as error:
+    except (ModelError, MemoryError, RuntimeError) as error:
         found = error
     with result:
         result.write(pickle.dumps(found))
