@@ -19,7 +19,7 @@ Bytes per second are the least that a step must read, weights and KV, over its t
 Independent callers: the mean time of one token for each of them, while all were busy.
 Quire's executor prefills a batch in one forward, its worker in steps of 512 tokens.
 "Session, 32 callers" are 32 streams with one sequence each; "one Session of 32" is one stream with 32.
-A worker's memory includes Python and torch, 270 MB, and at the first start of its code 220 MB more.
+A worker's memory includes Python and torch, 250 MB.
 Batch: the mean number of sequences in a step of the worker, during the turns.
 The echo server answers with the gateway's own bytes, and parses nothing.
 """

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from workers import process
-from workers.common.child_process import open_standard_files
+from workers.common.child_process import open_standard_files, set_death_signal
 from workers.common.switching import switch_often
 from workers.executors.loading import NATIVE, load_served, read_source
 from workers.executors.lora_slots import ModelSlots, on_made
@@ -234,7 +234,7 @@ class Follower:
 
 def _end_with_rank_0() -> None:
     """End this process when its standard input is closed; by the kernel, even while it is stopped."""
-    process.set_death_signal(signal.SIGKILL)
+    set_death_signal(signal.SIGKILL)
 
     def watch() -> None:
         ended = select.poll()

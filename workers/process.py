@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workers.common.child_process import set_death_signal
 from workers.common.protocol import EXIT_CONFIG
 from workers.common.worker_pb2 import WorkerConfig
 from workers.logging import background_log, configure, get_logger
@@ -32,7 +31,6 @@ EXIT_FAILED = 1
 # An upper bound for a GetModelInfoResponse without tokenizer and chat template.
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 STOP_TIMEOUT_S = 1.0
-_PR_SET_PDEATHSIG = 1
 WEIGHTLESS_MODEL = "paged-attention"
 # With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
 LEAST_PARAMETERS_PER_THREAD = 2_000_000
@@ -49,12 +47,6 @@ def configure_logging(config: WorkerConfig, **more: object) -> None:
     # A worker on another host gets its id with its first lease.
     origin = {"worker_id": config.worker_id, "pid": os.getpid()} if config.worker_id else {"pid": os.getpid()}
     configure(config.log_level, config.log_format, origin | more)
-
-
-def set_death_signal(number: int) -> None:
-    """Have the kernel send this signal when the thread ends that has started this process. 0: none."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 class Parent:

@@ -1,14 +1,17 @@
-"""What a process needs that starts others: its own standard files, and where those start."""
+"""What a process needs that starts others: its own standard files, where those start, and their end."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 
 # Where children start, with absolute paths: the directory in which this process was started may be removed.
 DIRECTORY = "/"
 _STANDARD_FILES = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+_PR_SET_PDEATHSIG = 1
 
 _started_in = ""
 with contextlib.suppress(OSError):
@@ -35,3 +38,9 @@ def open_standard_files() -> None:
         if getattr(sys, name) is None:
             file = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - never closed
             setattr(sys, name, file)
+
+
+def set_death_signal(number: int) -> None:
+    """Have the kernel send this signal when the thread ends that has started this process. 0: none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

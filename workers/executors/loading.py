@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
 from collections.abc import Container
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
 from workers.models import passed_checks
 from workers.models.active_kernels import check_cuda_kernels, use_bits_of_all_cpus
+from workers.models.check_process import check_apart
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError, without_path
@@ -50,6 +53,8 @@ _MAX_LIBRARY_CHARACTERS = 300
 _SEE = "docs/models.md has what is served"
 # Part of torch's RuntimeError.
 _NO_MEMORY = "can't allocate memory"
+# The module of the transformers library with which nearly all comes that a self-check imports.
+_HEAVY = "transformers.modeling_utils"
 
 
 class Choice(NamedTuple):
@@ -231,7 +236,7 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
     """Raises ModelError if native code and the library disagree for this config."""
     # The library has no heads for multi-token prediction.
     checked = directory, plan.config.body, plan.dtype, plan.device
-    quantised = plan.quantization, plan.forms, plan.rounds_rows
+    quantised = plan.quantization, dict(plan.forms), plan.rounds_rows
 
     def key() -> str:
         return passed_checks.key_of(*checked, *quantised, batch_invariant=batch_invariant)
@@ -242,13 +247,20 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
         if passed_checks.has_passed(before):
             _log.info("native code agreed with the transformers library in an earlier start")
             return
-    try:
-        from workers.models.native_parity_check import check_native  # noqa: PLC0415
-    except ImportError:
+    if find_spec("transformers") is None:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = check_native(*checked, *quantised, batch_invariant=batch_invariant)
-    if error is not None:
+    # Where the library was imported before, a process of its own would save nothing. A GPU may be limited to
+    # one process.
+    if plan.device.type == "cpu" and _HEAVY not in sys.modules:
+        error = check_apart(*checked, *quantised)
+    else:
+        from workers.models.native_parity_check import check_native  # noqa: PLC0415
+
+        error = check_native(*checked, *quantised, batch_invariant=batch_invariant)
+    if error is None:
+        _log.warning("even the scaled-down model is too large, so native code is not checked")
+    else:
         with contextlib.suppress(OSError):
             # Not if files were replaced meanwhile: the code that was checked may be the older one.
             if key() == before:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,8 +40,6 @@ from workers.models.self_check import check_parity
 from workers.models.stacked_experts import separated_values
 from workers.models.weights import formats_of, names_of
 
-_log = logging.getLogger(__name__)
-
 # These fields do not change what a forward computes.
 _NOT_COMPUTED = ("eos_token_ids", "bos_token_id", "dtype", "wrapper")
 # Two roundings of float32: after 100,000 positions the fastest pair is off by 0.02 radians.
@@ -65,7 +62,7 @@ def check_native(
 ) -> float | None:
     """The relative error of a scaled-down model in float32. The weights are not read.
 
-    None, with a warning in the log, if even the scaled-down model is too large.
+    None if even the scaled-down model is too large.
 
     Args:
         directory: The directory of the model.
@@ -85,7 +82,6 @@ def check_native(
     _check_same_config(directory, config, settings)
     module = scaled_down_model(settings, _INNER_WIDTH_OF_BLOCKS if forms or quantization else INNER_WIDTH)
     if module is None:
-        _log.warning("even the scaled-down model is too large, so native code is not checked")
         return None
     _check_same_frequencies(directory, config, module)
     error = _check_logits(directory, module, torch.float32, torch.device("cpu"))
@@ -209,7 +205,7 @@ def _check_logits(
             what=f"{directory}: native code for {config.model_type} in {names}",
             vocab_size=config.vocab_size,
             max_seq_len=config.max_position_embeddings,
-            rounding=torch.bfloat16 if rounds else None,
+            rounds_rows=rounds,
         )
 
 

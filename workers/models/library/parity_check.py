@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
-
 from workers.models.library.errors import library_errors
 from workers.models.library.library_model import LibraryModel
 from workers.models.library.loading import make_library_model
@@ -58,5 +56,5 @@ def check_loaded(directory: Path, model: LibraryModel, description: ModelDescrip
             what=f"{directory}: this {description.architecture} model",
             vocab_size=description.vocab_size,
             max_seq_len=description.max_seq_len,
-            rounding=torch.bfloat16 if description.quantization and description.rounds_rows else None,
+            rounds_rows=bool(description.quantization) and description.rounds_rows,
         )

@@ -1,0 +1,47 @@
+"""The self-check in a process of its own: what it finds, and what the worker does not import for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model_factory import TinyModel, make_model
+from workers.models.check_process import check_apart
+from workers.models.config import ModelConfig
+from workers.models.errors import ModelError
+
+CPU = torch.device("cpu")
+# Loads a model as a worker does. Its code is not the one that has passed, if it ever has.
+LOAD = """
+import sys
+from pathlib import Path
+from workers.executors.llm import LlmExecutor
+from workers.models import passed_checks
+
+passed_checks._DIRECTORY = Path(sys.argv[2])
+LlmExecutor.load(Path(sys.argv[1]), kv_pages=8, quantization="q8_0")
+assert list(Path(sys.argv[2]).iterdir()), "it was not checked"
+libraries = {name.split(".")[0] for name in sys.modules} & {"transformers", "sympy", "triton", "accelerate"}
+assert not libraries, f"they stay in memory: {libraries}"
+"""
+
+
+def test_a_worker_that_checks_its_model_does_not_import_the_library(tmp_path: Path) -> None:
+    """The library and what it needs took 180 MB of each worker that had checked its model."""
+    directory, passed = make_model(tmp_path / "model", TinyModel()), tmp_path / "passed"
+    subprocess.run([sys.executable, "-c", LOAD, directory, passed], check=True)
+
+
+def test_what_the_check_refuses_is_refused_by_the_worker(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, TinyModel())
+    config = ModelConfig.from_directory(directory)
+    # As if native code misread it.
+    (directory / "config.json").write_text(
+        (directory / "config.json").read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 10')
+    )
+    with pytest.raises(ModelError, match="rms_norm_eps is read as"):
+        check_apart(directory, config, torch.float32, CPU)

@@ -1,0 +1,66 @@
+"""Runs the self-check of native code in a process of its own, whose memory is free again when it ends.
+
+The libraries that the check imports take 180 MB, and what it computes up to 200 more, of which malloc keeps a
+part. In the worker's process that would stay for all its life.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from workers.common.child_process import import_path, set_death_signal
+from workers.models.errors import ModelError
+
+
+def check_apart(*arguments: Any) -> float | None:
+    """The result of `check_native` on the CPU, with these arguments, as this process would compute it.
+
+    Raises:
+        ModelError: As `check_native`.
+        MemoryError, RuntimeError: Memory ran out; or the process has ended without a result.
+    """
+    process = subprocess.run(
+        [sys.executable, "-m", "workers.models.check_process"],
+        # Pickled: both processes run the same code, and nobody else has the pipe.
+        input=pickle.dumps((os.getpid(), torch.get_num_threads(), arguments)),
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": import_path()},
+        check=False,
+    )
+    if process.returncode:
+        raise RuntimeError(f"the self-check's process has ended with status {process.returncode}")
+    found: float | Exception | None = pickle.loads(process.stdout)  # noqa: S301 - of our own child
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _main() -> None:
+    """The child: reads arguments from standard input, and writes the result to standard output."""
+    set_death_signal(signal.SIGKILL)
+    parent, threads, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own parent
+    if os.getppid() != parent:
+        return  # it ended before the signal was set
+    result = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # for what libraries print
+    from workers.models.native_parity_check import check_native  # noqa: PLC0415 - the parent must not import it
+
+    torch.set_num_threads(threads)
+    found: float | Exception | None
+    try:
+        found = check_native(*arguments)
+    except (ModelError, MemoryError, RuntimeError) as error:
+        found = error
+    with result:
+        result.write(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()
