@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +184,7 @@ def test_rows_for_which_no_time_is_left_are_skipped(tmp_path: Path) -> None:
     assert not report.has_failures
 
 
+@pytest.mark.thorough  # It takes two processes with all imports.
 def test_a_hanging_call_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows has a new process."""
     monkeypatch.setattr("tests.gpu.figures._GRACE_S", 0.5)
@@ -212,6 +212,6 @@ def test_without_a_device_nothing_runs(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    command = [sys.executable, "-m", "tests.gpu.first", "--out", str(tmp_path / "out")]
+    command = quire_command.module("tests.gpu.first", "--out", str(tmp_path / "out"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()
