@@ -402,19 +402,26 @@ def few() -> list[ParameterSet]:
 
 
 def by_turns(
-    names: Iterable[str], values: Sequence[Any], always: Container[str] | None = None
+    names: Iterable[Any],
+    values: Sequence[Any],
+    always: Container[Any] | None = None,
+    *,
+    mark: pytest.MarkDecorator | tuple[()] = pytest.mark.thorough,
 ) -> list[ParameterSet]:
     """For pytest: each name with one of the values, by turns; with --thorough with all of them.
 
-    `always`: which names, if not all; the others with --thorough only.
+    Tuples are several parameters.
+
+    Args:
+        names: Of models, or anything else.
+        values: What they are combined with.
+        always: Which names, if not all; the others with --thorough only.
+        mark: Of the combinations that are left out otherwise.
     """
     return [
         pytest.param(
-            name,
-            value,
-            marks=()
-            if index % len(values) == number and (always is None or name in always)
-            else pytest.mark.thorough,
+            *(part for each in (name, value) for part in (each if isinstance(each, tuple) else (each,))),
+            marks=() if index % len(values) == number and (always is None or name in always) else mark,
         )
         for index, name in enumerate(names)
         for number, value in enumerate(values)

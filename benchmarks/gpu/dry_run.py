@@ -43,8 +43,6 @@ from workers.runners.decode_buffers import DecodeBuffers
 _PAGES = 64
 # Of a table for the longest of the prompts below.
 _LEAST_PAGES = 8
-# The most tiles that a product may have.
-_MOST_TILES = 8
 # Prompts of numbers of tokens for which kernels are specialised: a multiple of 16, and others.
 _PROMPTS = (64, 65, 2, 1)
 
@@ -86,10 +84,7 @@ def launches_of(
         # As a worker measures which tiles are the fastest. Here it is none.
         decoder.fuse_few_rows(TilesOfPlaces(_run_once))
         _run_steps(decoder, kv, steps, lora=False)
-        for number in range(_MOST_TILES):
-            # As if it were these, everywhere.
-            decoder.fuse_few_rows(_Chosen(number))
-            _run_decodes(decoder, kv, steps, lora=False)
+        _run_with_each_tiles(decoder, kv, steps)
         if steps.lora is not None:
             decoder.allocate_lora(*steps.lora)
             _run_steps(decoder, kv, steps, lora=True)
@@ -104,16 +99,29 @@ def _run_once(run: Callable[[], None]) -> float:
 
 
 class _Chosen(TilesOfPlaces):
-    """Those with a number, without measuring."""
+    """Those with a number, without measuring. `most`: how many a place has that was asked for."""
 
     def __init__(self, number: int) -> None:
         super().__init__(_run_once)
         self._number = number
+        self.most = 0
 
     def choose(self, place: Place, rows: int) -> Tiles | None:  # noqa: ARG002 - as in the base class
         tiles = place.tiles
-        assert len(tiles) <= _MOST_TILES, "each is tried"
+        self.most = max(self.most, len(tiles))
         return tiles[self._number % len(tiles)] if tiles else None
+
+
+def _run_with_each_tiles(decoder: Decoder, kv: KvTensors, steps: Steps) -> None:
+    """Decodes in graphs, in which each place has its first tiles, then its next, until all have had all."""
+    buffers = DecodeBuffers(buckets_up_to(steps.max_rows)[-1], steps.max_pages, torch.device("meta"))
+    number = most = 0
+    while number <= most:
+        chosen = _Chosen(number)
+        decoder.fuse_few_rows(chosen)
+        for bucket in buckets_up_to(steps.max_rows):
+            decoder.logits(decoder.forward(buffers.inputs(bucket, lora=False), kv))
+        number, most = number + 1, chosen.most - 1
 
 
 def few_layers(config: ModelConfig) -> ModelConfig:

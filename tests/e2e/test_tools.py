@@ -26,7 +26,12 @@ _Messages = list[dict[str, Any]]
 MODEL: Any = {"model": "local", "temperature": 0, "max_tokens": 80}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The one with special tokens, thoughts, and texts before calls is always run. How each writes is known to
+# tests/service/text/test_output_parser.py, too.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "mistral" else pytest.mark.thorough) for name in FAMILIES],
+)
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 

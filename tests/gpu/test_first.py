@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +24,11 @@ from tests.gpu.sections import Section, all_sections
 FAILS = "import pytest\n\ndef test_right(): pass\n\ndef test_wrong(): assert 1 == 2\n"
 CRASHES = "import os\n\ndef test_before(): pass\n\ndef test_it(): os.abort()\n"
 FIGURES = ("versions", "precompile", "model", "peer", "quantised", "batch-invariant", "ranks", "tiles")
-# The others take half a minute of a core: tests/kernels/cuda/test_precompile.py, and those of quantised
-# models, run the same code.
-ALWAYS = tuple(name for name in FIGURES if name not in ("precompile", "quantised"))
+# In each run: the command, and a section of each kind.
+ALWAYS = ("versions", "batch-invariant", "tiles")
+# With --thorough. The others take half a minute of a core, and test_precompile.py and the tests of quantised
+# models run the same code.
+REHEARSED = tuple(name for name in FIGURES if name not in ("precompile", "quantised"))
 
 
 def write(directory: Path, name: str, text: str) -> Part:
@@ -110,36 +111,47 @@ def test_a_part_that_is_killed_is_a_row(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of nearly all sections of figures."""
+def rehearsed(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The names of the sections that are rehearsed."""
+    return REHEARSED if request.config.getoption("--thorough") else ALWAYS
+
+
+@pytest.fixture(scope="module")
+def rehearsal(rehearsed: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their results."""
     out = tmp_path_factory.mktemp("rehearsal")
-    only = [argument for name in ALWAYS for argument in ("--only", name)]
+    only = [argument for name in rehearsed for argument in ("--only", name)]
     command = quire_command.module(
         "tests.gpu.first", "--rehearse", "--out", str(out), "--commit", "abc", *only
     )
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
-def test_every_row_has_figures(rehearsal: Path) -> None:
+@pytest.mark.timeout(600)
+def test_every_row_has_figures(rehearsal: Path, rehearsed: tuple[str, ...]) -> None:
     result = load(rehearsal / "gpu.json")
     rows: list[dict[str, Any]] = [row for row in result["rows"] if row["state"] != "missing"]
     assert all(row["state"] == "ok" for row in rows), rows
-    assert list(dict.fromkeys(row["section"] for row in rows)) == list(ALWAYS)
-    timed = [
-        row
-        for row in rows
-        if row["section"] != "versions" and row["name"][:6] not in ("load, ", "kernel", "tiles ")
-    ]
-    assert len(timed) > 30 and all(row["figures"]["ms"] > 0 for row in timed)
-    decodes = [row for row in timed if row["name"].startswith("decode, batch 1, ")]
+    sections = [name for name in FIGURES if name in rehearsed]
+    assert list(dict.fromkeys(row["section"] for row in rows)) == sections
+    timed = [row for row in rows if row["name"].startswith(("decode", "prefill", "transformers"))]
+    assert len(timed) > 3 and all(row["figures"]["ms"] > 0 for row in timed)
+    assert result["machine"]["commit"] == "abc" and result["machine"]["gpu"] == "no GPU"
+    assert "aten::linear" in (rehearsal / "gpu.log").read_text() or "model" not in rehearsed
+    assert (rehearsal / "gpu.json").stat().st_size < 1 << 16
+    assert "decode, batch 2, device-fed" in (rehearsal / "gpu.md").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_rows_of_the_model_and_its_peer(rehearsal: Path) -> None:
+    rows = load(rehearsal / "gpu.json")["rows"]
+    decodes = [row for row in rows if row["name"].startswith("decode, batch 1, ")]
     assert len(decodes) == 4 and all(row["figures"]["of bandwidth"] > 0 for row in decodes)
     (profile,) = [row for row in rows if row["name"].startswith("kernels of a step")]
     assert profile["figures"]["kernels"] > 10 and "gaps us" in profile["figures"]
-    assert result["machine"]["commit"] == "abc" and result["machine"]["gpu"] == "no GPU"
-    assert "aten::linear" in (rehearsal / "gpu.log").read_text()
-    assert (rehearsal / "gpu.json").stat().st_size < 1 << 16
     table = (rehearsal / "gpu.md").read_text()
     assert "decode, batch 2, launched ahead" in table and "transformers, graph, batch 2" in table
 
@@ -147,16 +159,17 @@ def test_every_row_has_figures(rehearsal: Path) -> None:
 def test_two_results_are_compared(rehearsal: Path, tmp_path: Path) -> None:
     result = load(rehearsal / "gpu.json")
     assert [line for line in compare(result, result).splitlines() if line.startswith("|")][2:] == []
-    (loaded,) = [row for row in result["rows"] if row["name"] == "decode, batch 1, device-fed"]
-    loaded["figures"]["ms"] *= 2
-    result["rows"] = [row for row in result["rows"] if row["section"] != "peer"]
+    (of_tiles, *_) = [row["name"] for row in result["rows"] if row["section"] == "tiles"]
+    (slower, *_) = [row for row in result["rows"] if row["name"] == "decode, batch 2, device-fed"]
+    slower["figures"]["ms"] *= 2
+    result["rows"] = [row for row in result["rows"] if row["section"] != "tiles"]
     (tmp_path / "old.json").write_text(json.dumps(result))
     command = quire_command.module(
         "tests.gpu.first", "--compare", str(tmp_path / "old.json"), "--out", str(rehearsal)
     )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "decode, batch 1, device-fed: ms" in done.stdout and "0.50x" in done.stdout
-    assert "| peer | transformers, graph, batch 2 | - | ok | |" in done.stdout
+    assert "decode, batch 2, device-fed: ms" in done.stdout and "0.50x" in done.stdout
+    assert f"| tiles | {of_tiles} | - | ok | |" in done.stdout
 
 
 def test_what_is_no_result_is_not_compared(tmp_path: Path) -> None:
@@ -173,6 +186,7 @@ def test_rows_for_which_no_time_is_left_are_skipped(tmp_path: Path) -> None:
     assert not report.has_failures
 
 
+@pytest.mark.thorough  # It takes two processes with all imports.
 def test_a_hanging_call_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows has a new process."""
     monkeypatch.setattr("tests.gpu.figures._GRACE_S", 0.5)
@@ -200,6 +214,6 @@ def test_without_a_device_nothing_runs(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    command = [sys.executable, "-m", "tests.gpu.first", "--out", str(tmp_path / "out")]
+    command = quire_command.module("tests.gpu.first", "--out", str(tmp_path / "out"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "--rehearse" in done.stderr and not (tmp_path / "out").exists()

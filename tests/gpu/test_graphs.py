@@ -11,7 +11,7 @@ import torch
 import triton
 
 from tests.gpu.sizes import layers_of_each_kind, nan_kv, random_decoder, repeat_launches, sized
-from tests.kernels.conftest import INTERPRETED
+from tests.kernels.conftest import INTERPRETED, SELDOM
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
@@ -43,11 +43,8 @@ SPECS = (
 )
 
 
-# In a rehearsal the other kinds seldom tell more: tests/kernels has each kernel in the interpreter, too.
-KINDS = [
-    pytest.param(name, marks=() if name == "dense" or not INTERPRETED else pytest.mark.thorough)
-    for name in CONFIGS
-]
+# Rehearsed, they seldom tell more than tests/kernels/cuda/test_decode_runner.py and what is beside it.
+KINDS = [pytest.param(name, marks=SELDOM) for name in CONFIGS]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -56,7 +53,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return random_decoder(CONFIGS[request.param], torch.device("cpu" if INTERPRETED else "cuda:0"))
 
 
-of_one_kind = pytest.mark.parametrize("decoder", ["dense"], indirect=True)
+of_one_kind = pytest.mark.parametrize("decoder", KINDS[:1], indirect=True)
 
 
 def make_runner(decoder: Decoder, *, launched: bool) -> CudaGraphRunner:

@@ -14,6 +14,7 @@ from tests.families import by_turns
 from tests.gpu import test_graphs
 from tests.gpu.sizes import random_decoder, sized
 from tests.gpu.test_graphs import BATCHES, CONFIGS, PAGES, make_runner, random_rows, random_tokens
+from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.test_batch_invariance_cuda import products_of_rows
 from tests.kernels.cuda.test_decode_lora import make_adapter as make_weights
 from tests.kernels.cuda.test_lora_cuda import _triton_lora, adapted64, make_adapter, make_table
@@ -86,9 +87,9 @@ def test_is_right_and_has_the_same_bits_in_any_batch(name: str, max_rank: int, d
             assert torch.equal(adapted(y, x, table, slots, some), together[some]), f"{len(some)} of {count}"
 
 
-# Windows take the longest to interpret, and with --thorough test_graphs.py rehearses them.
+# Windows take the longest to interpret, and test_graphs.py rehearses them.
 @pytest.mark.parametrize(
-    "name", sized([*CONFIGS], ["dense", pytest.param("experts", marks=pytest.mark.thorough)])
+    "name", [pytest.param(name, marks=SELDOM) for name in sized([*CONFIGS], ["dense", "experts"])]
 )
 def test_graphs_with_changing_adapters(name: str, device: torch.device, compiled: list[str]) -> None:
     """The bits of their launches, for sequences of any adapters and none, and nothing new is compiled."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from kernels.packed_pages import LeadingValues
 from kernels.paged_attention import paged_attention
+from tests.families import by_turns
 from tests.kernels.attention_case import (
     CAP_AND_SINKS,
     COMPILED,
@@ -55,13 +55,17 @@ def test_bits_of_a_divided_item_depend_on_nothing_but_lengths_of_others(device: 
 
 
 @DTYPES
-@pytest.mark.parametrize(("width", "window"), [(128, None), (80, 300)])
-@pytest.mark.parametrize("features", [(), *FEATURES], ids="+".join)
+@pytest.mark.parametrize(
+    ("names", "width", "window"), by_turns(map("+".join, ((), *FEATURES)), [(128, None), (80, 300)])
+)
 def test_bits_of_a_row_depend_on_its_sequence_only(
-    dtype: torch.dtype, features: Sequence[str], width: int, window: int | None
+    dtype: torch.dtype, names: str, width: int, window: int | None
 ) -> None:
     """On the CPU: alone or among others, with one thread or several, decoded or verified."""
-    items = [(4, 1100), (1, 33), (16, 700), (3, 90), (40, 530), (110, 150)]
+    items, features = (
+        [(4, 1100), (1, 33), (16, 700), (3, 90), (40, 530), (110, 150)],
+        names.split("+") if names else (),
+    )
     case = make_case(items, width=width, value_width=64, dtype=dtype, window=window, features=features)
     together = attend(case, COMPILED)
     torch.set_num_threads(3)

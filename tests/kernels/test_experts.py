@@ -15,7 +15,8 @@ from kernels.cpu.experts import PackedWeights
 from kernels.experts import Biases, ExpertWeights, experts, pack_experts, route
 from kernels.gated_activation import OF_THE_GATE, Activation
 from kernels.linear import DenseWeight, can_pack
-from tests.kernels.conftest import HAS_TRITON
+from tests.families import by_turns
+from tests.kernels.conftest import HAS_TRITON, SELDOM
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.references import experts64
 
@@ -96,8 +97,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "count", "k", "width", "inner"), SHAPES)
+@pytest.mark.parametrize(
+    ("tokens", "count", "k", "width", "inner", "dtype"),
+    by_turns(SHAPES, [torch.float32, torch.bfloat16], mark=SELDOM),
+)
 def test_is_accurate(
     tokens: int, count: int, k: int, width: int, inner: int, dtype: torch.dtype, run: Run
 ) -> None:

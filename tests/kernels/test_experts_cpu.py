@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kernels.linear import DenseWeight, linear
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat
+from tests.families import by_turns
 from tests.kernels.grouped_weights import random_weight
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.test_experts import choices, matrices, pack
@@ -138,17 +140,19 @@ def quantised(form: WeightFormat | None, outputs: int, inputs: int, dtype: torch
 
 
 @pytest.mark.usefixtures("one_call")
-@pytest.mark.parametrize("forms", FORMS.values(), ids=[*FORMS])
-@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 2), (33, 3), (300, 2)])
-@pytest.mark.parametrize("dtype", DTYPES)
+# Formats go with dtypes, and numbers of tokens with the formats by turns.
+@pytest.mark.parametrize(
+    ("name", "dtype", "tokens", "k"), by_turns(product(FORMS, DTYPES), [(300, 2), (33, 3), (5, 2), (1, 1)])
+)
 def test_bits_of_quantised_experts_are_those_of_each_pair_by_itself(
-    forms: list[tuple[WeightFormat | None, ...]], tokens: int, k: int, dtype: torch.dtype
+    name: str, dtype: torch.dtype, tokens: int, k: int
 ) -> None:
     """With fewer rows of an expert than pass a weight at once, and with more; on one thread and several.
 
     With biases, too.
     """
     case, inner, width = Case(tokens, 4, k, 96, 160, dtype), 96, 160
+    forms = FORMS[name]
     each = [forms[expert % len(forms)] for expert in range(4)]
     gate_up: list[Weight] = []
     for gate, up, _ in each:

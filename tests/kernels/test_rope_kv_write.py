@@ -14,7 +14,8 @@ import torch
 from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
 from kernels.rope import RopeSpec, rope_frequencies, rope_table
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from tests.kernels.conftest import HAS_TRITON
+from tests.families import by_turns
+from tests.kernels.conftest import HAS_TRITON, SELDOM
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings, far_apart, same_bits, surrounded
 from tests.kernels.pages import dense, packed
 from tests.kernels.references import angle_loss, assert_close, norm_loss, rms_norm64, rotate64
@@ -126,15 +127,18 @@ SHAPES = [
 ]
 
 
+NORMS = [
+    *((torch.float32, norm) for norm in (False, True)),
+    *((torch.bfloat16, norm) for norm in (False, True, torch.float32)),
+    (torch.float16, True),
+]
+
+
+# Twice by turns: each shape with two of the norms.
 @pytest.mark.parametrize(
-    ("dtype", "norm"),
-    [
-        *((torch.float32, norm) for norm in (False, True)),
-        *((torch.bfloat16, norm) for norm in (False, True, torch.float32)),
-        (torch.float16, True),
-    ],
+    ("heads", "kv_heads", "width", "rotary", "dtype", "norm"),
+    [*by_turns(SHAPES, NORMS[:3], mark=SELDOM), *by_turns(SHAPES, NORMS[3:], mark=SELDOM)],
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "rotary"), SHAPES)
 def test_is_accurate_and_writes_the_named_slots_only(
     heads: int,
     kv_heads: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,20 @@ def assert_is_the_librarys(directory: Path, backend: str) -> None:
     assert executor.prefill(1, text).token_id == expected[-1].argmax()
 
 
-@pytest.mark.parametrize("backend", ["native", "transformers"])
-@pytest.mark.parametrize("change", [base_model, partly_prefixed, own_head, repeated_head, head_alone])
-# Both kinds of gemma are tied by default.
-@pytest.mark.parametrize("name", ["llama3", pytest.param("gemma", marks=pytest.mark.thorough), "gemma3"])
+# Both kinds of gemma are tied by default. Each change with each backend, of one of two families by turns.
+@pytest.mark.parametrize(
+    ("name", "change", "backend"),
+    [
+        pytest.param(name, change, backend, marks=pytest.mark.thorough if name == "gemma" or other else ())
+        for index, (name, change) in enumerate(
+            product(
+                ("llama3", "gemma3", "gemma"),
+                (base_model, partly_prefixed, own_head, repeated_head, head_alone),
+            )
+        )
+        for other, backend in enumerate(("native", "transformers")[:: 1 - index % 2 * 2])
+    ],
+)
 def test_tied_models(name: str, change: Callable[[Tensors], Tensors], backend: str, tmp_path: Path) -> None:
     make_family_model(tmp_path, *settings_of(name), seed=7)
     rewrite(tmp_path, change)

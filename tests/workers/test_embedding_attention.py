@@ -129,7 +129,8 @@ def test_bits_do_not_depend_on_company(sizes: dict[str, int], packed: bool) -> N
 def test_bits_do_not_depend_on_kernels(sizes: dict[str, int]) -> None:
     """All sums are exact, at any length, so an order of them cannot matter."""
     model, dice = EmbeddingAttention("cpu", **sizes), random.Random(3)
-    texts = [[dice.randrange(model.vocab_size) for _ in range(length)] for length in (1, 700, 4000)]
+    lengths = (1, 700) if sizes else (1, 700, 4000)
+    texts = [[dice.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
     found = []
     for packed in (True, False):
         items = [Item(HandSequence(), text, (0, len(text) // 2, -1)) for text in texts]
@@ -185,7 +186,7 @@ def noticed(model: EmbeddingAttention, kv: KvTensors, trials: int) -> tuple[Coun
 
 # Pages that are not packed give the same bits: see test_bits_do_not_depend_on_kernels.
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("trials", [80, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("trials", [40, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_any_fault_of_a_page_changes_the_next_tokens(trials: int, packed: bool) -> None:
     model = EmbeddingAttention()
     found, made = noticed(model, pages_of(model, packed=packed), trials)

@@ -12,7 +12,7 @@ import torch
 
 from kernels.cpu.experts import PackedWeights
 from tests import quantised_directories as make
-from tests.families import settings_of
+from tests.families import by_turns, settings_of
 from tests.gguf_files import TypeOf, write_gguf
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import hf_model, load_decoder, make_family_model
@@ -164,8 +164,7 @@ def test_directories(name: str, tmp_path: Path) -> None:
     assert_same_bits(decoder, random_texts(3, LENGTHS), name)
 
 
-@pytest.mark.parametrize("format_name", ["q8_0", "q4_0", "q4_k_m"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "format_name"), by_turns(FAMILIES, ["q8_0", "q4_0", "q4_k_m"]))
 def test_experts_are_quantised_at_load_and_routers_are_not(
     family: str, format_name: str, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.cuda import sampling_drafts
+from tests.kernels.conftest import SELDOM
 from tests.workers.sampling_reference import FORBIDDING_ALL, INF, adjust
 from workers import device_sampling, distribution, sampling
 from workers.counter_rng import gumbel, mix_key
@@ -99,7 +100,10 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize(
+    "spread",
+    [pytest.param(0.01, marks=SELDOM), 1.0, pytest.param(8.0, marks=SELDOM)],
+)
 def test_a_large_vocabulary(spread: float, device: str) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SPECS), LARGE, generator=generator) * spread
@@ -172,7 +176,7 @@ def test_no_rows(device: str) -> None:
     assert choose_tokens(torch.zeros(0, 5, device=device), []).tolist() == []
 
 
-@pytest.mark.parametrize("spread", [0.01, 1.0])
+@pytest.mark.parametrize("spread", [pytest.param(0.01, marks=SELDOM), 1.0])
 def test_log_probabilities_of_drawn_tokens(
     spread: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

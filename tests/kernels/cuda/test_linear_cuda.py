@@ -7,16 +7,25 @@ import torch
 from torch.nn import functional
 
 from kernels.cuda.linear import linear, splits_for
+from tests.families import by_turns
+from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.test_linear import sum_loss
 
 DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 150])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "biased"), [(128, 64, False), (140, 130, True), (1, 1, True), (70, 1100, False)]
+    ("rows", "outputs", "inputs", "biased", "dtype"),
+    by_turns(
+        [
+            (rows, *of)
+            for of in ((128, 64, False), (140, 130, True), (1, 1, True), (70, 1100, False))
+            for rows in (1, 150)
+        ],
+        [*DTYPES],
+        mark=SELDOM,
+    ),
 )
 def test_as_in_float64(
     rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str

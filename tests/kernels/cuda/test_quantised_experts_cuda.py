@@ -14,7 +14,7 @@ from kernels.gated_activation import Activation
 from kernels.gpu_experts import GpuExperts
 from kernels.gpu_weight import GpuWeight
 from kernels.group_formats import FORMATS, GroupFormat, integer_groups
-from tests.kernels.conftest import INTERPRETED
+from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.test_gpu_weight import bytes_on, named
 from tests.kernels.grouped_weights import numbers, random_weight
 from tests.kernels.references import experts64
@@ -25,8 +25,6 @@ COUNT, WIDTH, INNER, K, IDLE = 4, 64, 32, 2, 2
 MANY, FEW = 33, slice(5)
 # Of values in a table, of zero points, and of parts of a group with scales of their own.
 FORMS = [FORMATS["mxfp4"], integer_groups(4, 128, torch.float16, zeros=True), FORMATS["q4_k"]]
-# On a GPU each run has what is left out here.
-SELDOM: pytest.MarkDecorator | tuple[()] = pytest.mark.thorough if INTERPRETED else ()
 
 
 def stack_of(
