@@ -22,70 +22,86 @@ struct Factors {
   alignas(64) float extras[2 * kChunkGroups][kBlockOutputs];
 };
 
+// As many outputs of a block as a vector has: of two vectors as one GCC copies every part through memory.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
+typedef float Part __attribute__((vector_size(32)));
+#else
+using Part = Floats;
+#endif
+constexpr int64_t kPartOutputs = sizeof(Part) / sizeof(float);
+typedef uint8_t PartBytes __attribute__((vector_size(kPartOutputs)));
+
 // Of the portable notation for the next two, GCC makes one operation for each number.
 
-inline Floats floats_of_bytes(const uint8_t* from) {
+inline Part floats_of_bytes(PartBytes bytes) {
 #if defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+  return (Part)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
-  const __m128i bytes = load<__m128i>(from);
-  const __m256 parts[] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-                          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
-  return load<Floats>(parts);
+  return (Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
 #else
-  typedef int8_t Bytes __attribute__((vector_size(16)));
-  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+  typedef int8_t Signed __attribute__((vector_size(16)));
+  return __builtin_convertvector(__builtin_convertvector((Signed)bytes, Ints), Part);
 #endif
 }
 
 // All are finite.
-inline Floats floats_of_float16(const uint8_t* from) {
+inline Part floats_of_float16(const uint8_t* from) {
 #if defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
-  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+  return (Part)_mm512_cvtph_ps(load<__m256i>(from));
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
-  const __m256 parts[] = {_mm256_cvtph_ps(load<__m128i>(from)), _mm256_cvtph_ps(load<__m128i>(from + 16))};
-  return load<Floats>(parts);
+  return (Part)_mm256_cvtph_ps(load<__m128i>(from));
 #else
   const Words half = __builtin_convertvector(load<Halves>(from), Words);
-  const Floats size = (Floats)((half & 0x7fffu) << 13) * 0x1p112f;  // its exponent counts from another one
-  return (Floats)((Words)size | (half & 0x8000u) << 16);
+  const Part size = (Part)((half & 0x7fffu) << 13) * 0x1p112f;  // its exponent counts from another one
+  return (Part)((Words)size | (half & 0x8000u) << 16);
 #endif
 }
 
-inline Floats scales_at(const GroupFormat& format, const uint8_t* from) {
-  if (format.scale_kind == GroupFormat::kFloat16) return floats_of_float16(from);
-  if (format.scale_kind == GroupFormat::kFloat32) return load<Floats>(from);
-  return load_lanes(reinterpret_cast<const Bf16*>(from), kLanes);
+inline Part floats_of_bfloat16(const uint8_t* from) {
+  typedef uint16_t Upper __attribute__((vector_size(sizeof(Part) / 2)));
+  typedef uint32_t Whole __attribute__((vector_size(sizeof(Part))));
+  return (Part)(__builtin_convertvector(load<Upper>(from), Whole) << 16);
 }
 
-// Of a chunk of so many groups. All products are exact.
-inline void find_factors(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
+// From the scale of an output on.
+inline Part scales_at(const GroupFormat& format, const uint8_t* from) {
+  if (format.scale_kind == GroupFormat::kFloat16) return floats_of_float16(from);
+  return format.scale_kind == GroupFormat::kFloat32 ? load<Part>(from) : floats_of_bfloat16(from);
+}
+
+// Of a chunk of so many groups, for the outputs of a vector from one on. All products are exact.
+inline void find_factors_of_part(const GroupFormat& format, const uint8_t* chunk, int64_t groups, int64_t output, Factors& to) {
   const int64_t scales = format.num_scales(groups), halves = format.halves(), each = format.scale_bytes() * kBlockOutputs;
   const uint8_t* minima = chunk + scales * each;
   const uint8_t* zeros = minima + scales * format.minima * 2 * kBlockOutputs;
   const uint8_t* subscales = zeros + scales * format.zeros * kBlockOutputs;
   const uint8_t* subminima = subscales + groups * format.subscales * kBlockOutputs;
+  const auto bytes = [&](const uint8_t* all, int64_t i) { return load<PartBytes>(all + i * kBlockOutputs + output); };
   for (int64_t s = 0; s < scales; s++) {
     const int64_t begin = s * format.span * halves, end = std::min(groups, (s + 1) * format.span) * halves;
-    const Floats scale = scales_at(format, chunk + s * each);
-    Floats extra{};
-    if (format.minima) extra = floats_of_float16(minima + s * 2 * kBlockOutputs);
-    if (format.zeros) extra = -floats_of_bytes(zeros + s * kBlockOutputs);
+    const Part scale = scales_at(format, chunk + s * each + output * format.scale_bytes());
+    Part extra{};
+    if (format.minima) extra = floats_of_float16(minima + (s * kBlockOutputs + output) * 2);
+    if (format.zeros) extra = -floats_of_bytes(bytes(zeros, s));
     for (int64_t i = begin; i < end; i++) {
-      Floats own = scale, beside = extra;
+      Part own = scale, beside = extra;
       if (format.packs_subscales) {
-        typedef uint8_t Bytes __attribute__((vector_size(16)));
-        const Bytes both = load<Bytes>(subscales + i * kBlockOutputs), first = both & 15, last = both >> 4;
-        own *= floats_of_bytes(reinterpret_cast<const uint8_t*>(&first));
-        beside *= -floats_of_bytes(reinterpret_cast<const uint8_t*>(&last));
+        const PartBytes both = bytes(subscales, i);
+        own *= floats_of_bytes(both & 15);
+        beside *= -floats_of_bytes(both >> 4);
       } else if (format.subscales) {
-        own *= floats_of_bytes(subscales + i * kBlockOutputs);
-        if (format.minima) beside *= -floats_of_bytes(subminima + i * kBlockOutputs);
+        own *= floats_of_bytes(bytes(subscales, i));
+        if (format.minima) beside *= -floats_of_bytes(bytes(subminima, i));
       }
-      std::memcpy(to.scales[i], &own, sizeof(own));
-      std::memcpy(to.extras[i], &beside, sizeof(beside));
+      std::memcpy(to.scales[i] + output, &own, sizeof(own));
+      std::memcpy(to.extras[i] + output, &beside, sizeof(beside));
     }
   }
+}
+
+inline void find_factors(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
+  for (int64_t output = 0; output < kBlockOutputs; output += kPartOutputs)
+    find_factors_of_part(format, chunk, groups, output, to);
 }
 
 // 64 bytes that are shifted in pairs.
