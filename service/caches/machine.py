@@ -27,8 +27,7 @@ from service.caches.effects import Claim, Effects, ReleaseSequences
 from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView
 from service.caches.kind import Parts
 from service.caches.ledger import Ledger
-from service.caches.placement import touch
-from service.caches.queues import OperationQueues
+from service.caches.queues import OperationQueues, touch
 from service.caches.records import Record, numbers_of
 from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
