@@ -60,10 +60,14 @@ def absolute(model: str) -> Path:
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
+def is_local_model(value: str) -> bool:
+    """Whether it names a model that is on this machine."""
+    return value in (*SHIPPED_MODELS, WEIGHTLESS_MODEL) or is_directory_or_file(value)
+
+
 def is_model(value: str) -> bool:
     """Whether a model can be served by this name from this machine."""
-    shipped = value in (*SHIPPED_MODELS, WEIGHTLESS_MODEL)
-    return shipped or is_directory_or_file(value) or is_hub_model(value)
+    return is_local_model(value) or is_hub_model(value)
 
 
 def model_problem(value: str) -> str:
