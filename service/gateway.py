@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from grpc_health.v1 import health, health_pb2_grpc
-from quire.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    executor_pb2,
-    executor_pb2_grpc,
-    runner_pb2,
-    runner_pb2_grpc,
-)
+from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc
 
 from service import admin
 from service.admin import AdminApi

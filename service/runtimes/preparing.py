@@ -22,13 +22,7 @@ from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, WeightsChanged
 from service.runtimes import items
-from service.runtimes.answer_parts import (
-    TOOLS,
-    Reading,
-    encoded_prompt,
-    formats_of_model,
-    reading_of,
-)
+from service.runtimes.answer_parts import TOOLS, Reading, encoded_prompt, formats_of_model, reading_of
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
