@@ -81,7 +81,6 @@ class Gateway:
         own_gpus: Sequence[gpus.Gpu] = (),
     ) -> None:
         """See `open_gateway`. `opened`: the first shard. `own_gpus`: of this machine. Raises ConfigError."""
-        self._gpus = own_gpus
         self.config = config
         self.authenticator = Authenticator.of(config)
         self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
@@ -158,7 +157,7 @@ class Gateway:
         uploads = core.weight_uploads
         loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, uploads.find, self.config)
         parts = core.dispatcher, core.state, self.text, core.restarts
-        return LocalRuntime(*parts, loader, uploads, self._gpus)
+        return LocalRuntime(*parts, loader, uploads)
 
     def _attach_extensions(self) -> None:
         """Raises ConfigError."""

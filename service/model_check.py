@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from service.config import UNQUANTISED, Config
-from service.model_names import SHIPPED_MODELS, other_format, shipped_model_dir
+from service.model_names import local_path, other_format
 from workers.common.draft_models import MTP_HEAD
 from workers.common.gguf import GgufError
 from workers.common.gguf.files import model_files
-from workers.common.gguf.header import Header, TensorInfo, read_header
+from workers.common.gguf.header import Header, read_header
 from workers.common.gguf.settings import DENSE, TOKEN_ARRAYS, read_settings, served_types
 from workers.common.gguf.splits import split_of
 from workers.common.quantised.methods import is_quantised, read_quantisation
@@ -129,7 +129,8 @@ def _gguf_problem(config: Config, headers: list[Header]) -> str:
     """Raises GgufError too."""
     tensors = {name: info for header in headers for name, info in header.tensors.items()}
     metadata = headers[0].metadata
-    read_settings(metadata, tensors, _no_factors)
+    # Workers read the factors.
+    read_settings(metadata, tensors, lambda _: [])
     if TOKEN_ARRAYS[0] in metadata:
         # Without a tokenizer only tokens are served.
         split_of(metadata)
@@ -137,11 +138,6 @@ def _gguf_problem(config: Config, headers: list[Header]) -> str:
         return ""  # workers know which architectures the library runs
     types = served_types(tensors) - DENSE
     return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
-
-
-def _no_factors(_: TensorInfo) -> list[float]:
-    """Workers read them."""
-    return []
 
 
 def _gguf_header(file: Path, arrays: Collection[str]) -> Header:
@@ -162,8 +158,7 @@ def _draft_problem(config: Config) -> str:
     """What keeps a model from being served with its draft model; "": nothing, or there is none."""
     if config.draft_model in ("", MTP_HEAD):
         return ""
-    model = shipped_model_dir(config.model) if config.model in SHIPPED_MODELS else Path(config.model)
-    own, its = _tokenizer(model), _tokenizer(Path(config.draft_model))
+    own, its = _tokenizer(local_path(config.model)), _tokenizer(Path(config.draft_model))
     try:
         # Other files may add tokens, which only workers read.
         why = difference(own, its, with_added=False) if own and its else ""

@@ -54,9 +54,9 @@ def is_directory_or_file(value: str) -> bool:
     return os.path.isfile(files[0] if files else f"{value}/config.json")  # noqa: PTH113
 
 
-def absolute(model: str) -> Path:
-    """The path of a directory or file, without links but the file's own: its name says what it is."""
-    path = Path(model)
+def local_path(model: str) -> Path:
+    """The path of a model, without links but a file's own: its name says what it is."""
+    path = shipped_model_dir(model) if model in SHIPPED_MODELS else Path(model)
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
