@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config import Config, all_settings
-from service.model_names import (
-    WEIGHTLESS_MODEL,
-    is_directory_or_file,
-    is_hub_model,
-    is_model,
-    model_problem,
-)
+from service.model_names import WEIGHTLESS_MODEL, is_directory_or_file, is_hub_model, is_model, model_problem
 from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.draft_models import MTP_HEAD

@@ -53,10 +53,10 @@ def state_dir() -> Path:
 def data_directory(config: Config) -> Path | None:
     """The configured directory, or a default one for each address and model.
 
-    None if the port is chosen at each start: the next gateway could not find it. And with other hosts'
-    gateways, which would not have it.
+    None with a journal in memory; if the port is chosen at each start, since the next gateway could not find
+    it; and with other hosts' gateways, which would not have it.
     """
-    if config.has_other_hosts:
+    if config.journal == "memory" or config.has_other_hosts:
         return None
     if config.data_dir is not None:
         return Path(config.data_dir).resolve()
@@ -67,34 +67,22 @@ def data_directory(config: Config) -> Path | None:
     return state_dir() / f"{_NOT_IN_NAMES.sub('-', config.listen).strip('-')}-{model}"
 
 
-def require_writable(directory: Path) -> None:
-    """Raises OSError if nothing can be made in a directory. Leaves nothing behind.
-
-    Permissions do not say it: of a read-only file system, of /proc, or to root.
-    """
-    with tempfile.TemporaryFile(dir=directory):
-        pass
-
-
 def prepare(config: Config) -> None:
-    """Makes the data directory, if the server has one. Raises StateUnusable if it is not this user's alone.
+    """Makes the data directory, if the server has one.
 
-    Also if it cannot be written to, unless nothing has to be: without a journal on disk.
+    Raises StateUnusable if it is not this user's alone, or cannot be written to.
     """
     directory = data_directory(config)
     if directory is None:
         return
     try:
         require_trusted(directory)
-    except OSError as error:
-        if error.errno == errno.EPERM or config.journal != "memory":
-            raise StateUnusable(directory, error) from None
-    try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        require_writable(directory)
+        # Permissions do not say it: of a read-only file system, of /proc, or to root.
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as error:
-        if config.journal != "memory":
-            raise StateUnusable(directory, error) from None
+        raise StateUnusable(directory, error) from None
 
 
 def count_file(directory: Path) -> Path:

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from grpc_health.v1 import health, health_pb2_grpc
-from quire.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    executor_pb2,
-    executor_pb2_grpc,
-    runner_pb2,
-    runner_pb2_grpc,
-)
+from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc
 
 from service import admin
 from service.admin import AdminApi
@@ -44,7 +37,6 @@ from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
 from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
-from service.runtimes.sources import FindModel, ModelSources
 from service.shard import OpenShard, open_own_journal, open_shard
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
@@ -61,14 +53,10 @@ _HANDSHAKE_INTERVAL_S = 1.0
 _REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 
 
-async def open_gateway(
-    config: Config,
-    find_model: FindModel | None = None,
-    given: Sequence[Extension] = (),
-) -> Gateway:
+async def open_gateway(config: Config, given: Sequence[Extension] = ()) -> Gateway:
     """Opens the journal, which can mean to wait for other gateways. Raises JournalUnusable or ConfigError.
 
-    `find_model`: finds models of the hub. `given`: extensions beside those that are found.
+    `given`: extensions beside those that are found.
     """
     own_gpus = gpus.chosen(config)
     config = gpus.with_workers(config, own_gpus)
@@ -79,7 +67,7 @@ async def open_gateway(
         opened = await open_home(open_journal)
     else:
         opened = await open_shard(config, open_journal, data_directory(config))
-    return Gateway(config, opened, extensions, own_gpus, find_model)
+    return Gateway(config, opened, extensions, own_gpus)
 
 
 class Gateway:
@@ -91,11 +79,8 @@ class Gateway:
         opened: OpenShard,
         extensions: Sequence[Extension],
         own_gpus: Sequence[gpus.Gpu] = (),
-        find_model: FindModel | None = None,
     ) -> None:
         """See `open_gateway`. `opened`: the first shard. `own_gpus`: of this machine. Raises ConfigError."""
-        self._find_model = find_model
-        self._gpus = own_gpus
         self.config = config
         self.authenticator = Authenticator.of(config)
         self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
@@ -169,10 +154,10 @@ class Gateway:
         return RunnerApi(executions, router, core.state, embedder, core.api.other_shards)
 
     def _local_runtime(self, core: Core) -> LocalRuntime:
-        sources = ModelSources(self._find_model, core.weight_uploads.find)
-        loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
+        uploads = core.weight_uploads
+        loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, uploads.find, self.config)
         parts = core.dispatcher, core.state, self.text, core.restarts
-        return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
+        return LocalRuntime(*parts, loader, uploads)
 
     def _attach_extensions(self) -> None:
         """Raises ConfigError."""

@@ -10,16 +10,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from service.config import UNQUANTISED, Config
-from service.model_names import SHIPPED_MODELS, other_format, shipped_model_dir
-from workers.common.draft_models import MTP_HEAD
+from service.model_names import other_format
 from workers.common.gguf import GgufError
 from workers.common.gguf.files import model_files
-from workers.common.gguf.header import Header, TensorInfo, read_header
+from workers.common.gguf.header import Header, read_header
 from workers.common.gguf.settings import DENSE, TOKEN_ARRAYS, read_settings, served_types
 from workers.common.gguf.splits import split_of
 from workers.common.quantised.methods import is_quantised, read_quantisation
 from workers.common.quantised.scheme import NotUnderstood
-from workers.common.tokenizer_ids import difference
 
 _MAX_CONFIG_BYTES = 1 << 20
 # A header of safetensors begins with its size. One that is larger is looked at in part.
@@ -30,15 +28,13 @@ _IN_HEADERS = (
     *(b'.weight.absmax"', b'.SCB"', b'"F8_E4M3"', b'"F8_E5M2"'),
 )
 _ADVICE = "use the original model, or one in a format of docs/models.md"
-# As workers read.
-_MAX_TOKENIZER_BYTES = 64 << 20
 
 
 def refusal(config: Config) -> str:
     """What keeps a model from being served; "": nothing, as far as it is seen here."""
     if config.has_remote_workers:
         return ""
-    return _gguf_files_problem(config) or quantised_problem(config) or _draft_problem(config)
+    return _gguf_files_problem(config) or quantised_problem(config)
 
 
 # Directories with quantised weights.
@@ -129,7 +125,8 @@ def _gguf_problem(config: Config, headers: list[Header]) -> str:
     """Raises GgufError too."""
     tensors = {name: info for header in headers for name, info in header.tensors.items()}
     metadata = headers[0].metadata
-    read_settings(metadata, tensors, _no_factors)
+    # Workers read the factors.
+    read_settings(metadata, tensors, lambda _: [])
     if TOKEN_ARRAYS[0] in metadata:
         # Without a tokenizer only tokens are served.
         split_of(metadata)
@@ -137,11 +134,6 @@ def _gguf_problem(config: Config, headers: list[Header]) -> str:
         return ""  # workers know which architectures the library runs
     types = served_types(tensors) - DENSE
     return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
-
-
-def _no_factors(_: TensorInfo) -> list[float]:
-    """Workers read them."""
-    return []
 
 
 def _gguf_header(file: Path, arrays: Collection[str]) -> Header:
@@ -153,29 +145,3 @@ def _gguf_header(file: Path, arrays: Collection[str]) -> Header:
             return read_header(opened, arrays)
     except GgufError as error:
         raise GgufError(f"{file.name}: {error}") from None
-
-
-# Draft models.
-
-
-def _draft_problem(config: Config) -> str:
-    """What keeps a model from being served with its draft model; "": nothing, or there is none."""
-    if config.draft_model in ("", MTP_HEAD):
-        return ""
-    model = shipped_model_dir(config.model) if config.model in SHIPPED_MODELS else Path(config.model)
-    own, its = _tokenizer(model), _tokenizer(Path(config.draft_model))
-    try:
-        # Other files may add tokens, which only workers read.
-        why = difference(own, its, with_added=False) if own and its else ""
-    except (ValueError, RecursionError):
-        return ""
-    return f"draft_model = {config.draft_model} needs its tokenizer, and {why}" if why else ""
-
-
-def _tokenizer(model: Path) -> bytes:
-    """The file of a directory; empty if there is none that can be read."""
-    try:
-        file = model / "tokenizer.json"
-        return file.read_bytes() if file.is_file() and file.stat().st_size <= _MAX_TOKENIZER_BYTES else b""
-    except OSError:
-        return b""

@@ -54,16 +54,20 @@ def is_directory_or_file(value: str) -> bool:
     return os.path.isfile(files[0] if files else f"{value}/config.json")  # noqa: PTH113
 
 
-def absolute(model: str) -> Path:
-    """The path of a directory or file, without links but the file's own: its name says what it is."""
-    path = Path(model)
+def local_path(model: str) -> Path:
+    """The path of a model, without links but a file's own: its name says what it is."""
+    path = shipped_model_dir(model) if model in SHIPPED_MODELS else Path(model)
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+
+
+def is_local_model(value: str) -> bool:
+    """Whether it names a model that is on this machine."""
+    return value in (*SHIPPED_MODELS, WEIGHTLESS_MODEL) or is_directory_or_file(value)
 
 
 def is_model(value: str) -> bool:
     """Whether a model can be served by this name from this machine."""
-    shipped = value in (*SHIPPED_MODELS, WEIGHTLESS_MODEL)
-    return shipped or is_directory_or_file(value) or is_hub_model(value)
+    return is_local_model(value) or is_hub_model(value)
 
 
 def model_problem(value: str) -> str:

@@ -20,21 +20,16 @@ from service.journal.base import JournalUnusable, OwnershipLost
 from service.listening import CannotListen, actual_address
 from service.logging import get_logger
 from service.pool.launcher import PoolFailed
-from service.runtimes.sources import FindModel
 from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
 
 
-async def serve(
-    config: Config,
-    find_model: FindModel | None = None,
-    extensions: Sequence[Extension] = (),
-) -> int:
+async def serve(config: Config, extensions: Sequence[Extension] = ()) -> int:
     """Runs a gateway until a signal or a failure. Returns the exit status of the process.
 
-    The caller raises the limit on file descriptors: see `with_descriptors`. Other arguments: see
-    `open_gateway`.
+    The caller raises the limit on file descriptors: see `with_descriptors`. `extensions`: beside those that
+    are found.
     """
     with contextlib.ExitStack() as stack:
         is_unix = config.listen.startswith("unix:")
@@ -45,7 +40,7 @@ async def serve(
                 _log.error("cannot listen", listen=config.listen, error=error.strerror)
                 return 1
         try:
-            gateway = await open_gateway(config, find_model, extensions)
+            gateway = await open_gateway(config, extensions)
         except JournalUnusable as error:
             # A server on the same port has locked the data directory, too. The port is the clearer message.
             if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:

@@ -17,7 +17,6 @@ from service.caches.reservations import Limits
 from service.config import Config
 from service.data_directory import check_own_journal
 from service.journal.base import Journal
-from service.journal.directory import LockedDirectory
 from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply
 from service.journal.segments import Sync
@@ -102,7 +101,5 @@ async def open_own_journal(config: Config, directory: Path | None, apply: Apply)
     check_own_journal(config, directory)
     if directory is None:
         return Journal()
-    if config.journal == "memory":
-        return LockedDirectory(directory)
     sync: Sync = "full" if config.journal == "disk-fsync" else "normal"
     return FileJournal(directory, apply, sync)

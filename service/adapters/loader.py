@@ -24,12 +24,7 @@ from service.adapters.store import AdapterStore, Found, bad_adapter
 from service.caches.machine import CacheMachine
 from service.completion import complete
 from service.config import Config
-from service.errors import (
-    AdapterLimit,
-    InvalidArgument,
-    NoWorker,
-    StorageUnavailable,
-)
+from service.errors import AdapterLimit, InvalidArgument, NoWorker, StorageUnavailable
 from service.logging import get_logger
 from service.pool.supervisor import Supervisor
 from service.uploads import Arriving, UploadedFile, sync_tree

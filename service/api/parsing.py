@@ -128,7 +128,7 @@ class _Parser:
         for place in self._places(data):
             field: Any = by_number.get(place.number)
             if is_whole and field is not None:
-                parts += _is_part(field)
+                parts += field.is_repeated and field.message_type is not None
                 yield from self._check(field, parts, data, place)
             if place.end - start <= _PIECE_BYTES:
                 continue
@@ -207,10 +207,6 @@ class _Parser:
         else:
             message.MergeFromString(data[place.start : place.end])
             yield
-
-
-def _is_part(field: FieldDescriptor) -> bool:
-    return bool(field.is_repeated) and field.message_type is not None
 
 
 def _count(data: bytes, place: _Field) -> Generator[None, None, int]:

@@ -15,8 +15,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.adapters.registry import Adapters
 from service.api.call_log import CallLog
-from service.api.experts import Experts
-from service.api.request_limits import RequestLimits, no_adapter
+from service.api.request_limits import Experts, RequestLimits, no_adapter
 from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
 from service.auth.authenticator import current_tenant_name

@@ -97,7 +97,7 @@ class Authenticator:
         if method.startswith(_UNAUTHENTICATED):
             return True
         values = [value for key, value in metadata or () if key == AUTHORIZATION]
-        if self._certificates and not (values and self._token_store.has_tokens):
+        if self._certificates and not (values and self._token_store.tokens):
             self._authenticate_forwarded(dict(metadata or ()))
             return False
         if not values:

@@ -60,31 +60,23 @@ class Principal:
         return role in self.roles or Role.ADMINISTER in self.roles
 
 
+@dataclass(frozen=True, slots=True)
 class TokenStore:
-    """The contents of the tokens file."""
+    """The contents of the tokens file. `tokens`: by their digests in hex; `quotas`: by the tenant's name."""
 
-    def __init__(
-        self,
-        tokens: Mapping[str, Principal],
-        certificates: Mapping[str, Principal],
-        quotas: Mapping[str, Quota],
-    ) -> None:
-        """`tokens`: by their digests in hex."""
-        self.certificates, self._quotas, self._tokens = certificates, quotas, tokens
+    tokens: Mapping[str, Principal]
+    certificates: Mapping[str, Principal]
+    quotas: Mapping[str, Quota]
 
     def principal_of(self, token: str) -> Principal | None:
         """The principal of a token.
 
         The time of the lookup says nothing of other tokens: it depends on a digest, which cannot be chosen.
         """
-        return self._tokens.get(_digest(token))
-
-    @property
-    def has_tokens(self) -> bool:
-        return bool(self._tokens)
+        return self.tokens.get(_digest(token))
 
     def quota_of(self, tenant: str) -> Quota:
-        return self._quotas.get(tenant, UNBOUNDED)
+        return self.quotas.get(tenant, UNBOUNDED)
 
 
 def read_token_store(path: Path, *, has_ca: bool = False) -> TokenStore:

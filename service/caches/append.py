@@ -12,7 +12,7 @@ from service.caches.effects import TruncateSequence
 from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
-from service.caches.placement import touch
+from service.caches.queues import touch
 from service.caches.records import CacheCreated, TokensAppended
 from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES

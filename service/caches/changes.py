@@ -9,14 +9,7 @@ from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.keyed_answers import Kind
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES
-from service.caches.records import (
-    CacheForked,
-    CacheReleased,
-    CacheTruncated,
-    Child,
-    LeaseRenewed,
-    Record,
-)
+from service.caches.records import CacheForked, CacheReleased, CacheTruncated, Child, LeaseRenewed, Record
 from service.caches.requests import Fork, Handles, Release, Released, Renew, Result, Truncate
 from service.caches.tenants import Tenant
 from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd, WeightsChanged

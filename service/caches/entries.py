@@ -153,7 +153,7 @@ class CacheEntry:
     answer: ForwardDone | None = None
     answered: bytes = b""
 
-    # Written by placement.py, in `touch`. The end of its lease, and when it was used last.
+    # Written by queues.py, in `touch`. The end of its lease, and when it was used last.
     expires_at_s: float = 0.0
     used_s: float = 0.0
 

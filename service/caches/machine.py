@@ -27,23 +27,13 @@ from service.caches.effects import Claim, Effects, ReleaseSequences
 from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView
 from service.caches.kind import Parts
 from service.caches.ledger import Ledger
-from service.caches.placement import touch
-from service.caches.queues import OperationQueues
+from service.caches.queues import OperationQueues, touch
 from service.caches.records import Record, numbers_of
 from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
-from service.caches.weights import operations_with
 from service.errors import GatewayUnavailable, QuireError, ShardMoved, WeightsChanged, WorkerLost
-
-
-def _new_cache_id() -> str:
-    return "kv_" + secrets.token_urlsafe(18)
-
-
-def _new_seed() -> int:
-    return secrets.randbits(63)
 
 
 class CacheMachine(OperationQueues):
@@ -53,8 +43,8 @@ class CacheMachine(OperationQueues):
         self,
         limits: Limits,
         *,
-        new_cache_id: Callable[[], str] = _new_cache_id,
-        new_seed: Callable[[], int] = _new_seed,
+        new_cache_id: Callable[[], str] = lambda: "kv_" + secrets.token_urlsafe(18),
+        new_seed: Callable[[], int] = lambda: secrets.randbits(63),
         ledger: Ledger | None = None,
     ) -> None:
         parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
@@ -228,7 +218,11 @@ class CacheMachine(OperationQueues):
 
     def _end_weights(self, weights: int) -> None:
         """Fails the operations that need these weights."""
-        its = operations_with(self.operations.values(), weights)
+        its = [
+            operation
+            for operation in self.operations.values()
+            if any(entry.state.weights == weights for entry in operation.entries)
+        ]
         self._finish(
             [
                 (operation, WeightsChanged(can_be_repeated=not operation.entry.visible))

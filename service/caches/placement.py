@@ -124,14 +124,6 @@ class KvPlacement:
         entry.worker, entry.kv_len, entry.was_sent = None, 0, False
 
 
-def touch(entries: Iterable[CacheEntry], now_s: float) -> None:
-    """They are used: their leases restart, and their KV is the last of its worker to be preempted."""
-    for entry in entries:
-        entry.used_s, entry.expires_at_s = now_s, now_s + entry.state.lease_s
-        if entry.worker is not None:
-            entry.worker.held.move_to_end(entry)
-
-
 class PrefixAffinity:
     """Remembers which workers computed each prefix: the last few. Bounded; only a hint."""
 

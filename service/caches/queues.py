@@ -17,7 +17,6 @@ from service.caches.attempts import failure_of
 from service.caches.entries import CacheEntry, Operation, OperationKind
 from service.caches.kind import Parts
 from service.caches.ledger import RecordConflict
-from service.caches.placement import touch
 from service.caches.records import CacheReleased, Record
 from service.caches.requests import Append, Release, Request, Result, undelivered
 from service.caches.states import COMMITTING, ENDED, WAITING
@@ -320,3 +319,11 @@ class OperationQueues:
             entry.closing = True
             self.index.remove(entry)
         self.admission.remove(entries)
+
+
+def touch(entries: Iterable[CacheEntry], now_s: float) -> None:
+    """They are used: their leases restart, and their KV is the last of its worker to be preempted."""
+    for entry in entries:
+        entry.used_s, entry.expires_at_s = now_s, now_s + entry.state.lease_s
+        if entry.worker is not None:
+            entry.worker.held.move_to_end(entry)

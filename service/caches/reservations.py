@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Operation, OperationKind
 from service.caches.ledger import CacheState, Ledger
-from service.caches.placement import Workers, touch
+from service.caches.placement import Workers
 from service.caches.requests import Append, Priority, Request
 from service.caches.tenants import UNBOUNDED, Tenant
 from service.caches.weights import Weights
@@ -161,9 +161,16 @@ class Admission:
     def new_cache(self, state: CacheState, tenant: Tenant, *, ephemeral: bool = False) -> CacheEntry:
         self._caches += 1
         tenant.caches += 1
-        entry = CacheEntry(state.number, tenant, ephemeral, state, ownership=state.ownership)
-        touch((entry,), self._context.now_s)
-        return entry
+        now_s = self._context.now_s
+        return CacheEntry(
+            state.number,
+            tenant,
+            ephemeral,
+            state,
+            expires_at_s=now_s + state.lease_s,
+            used_s=now_s,
+            ownership=state.ownership,
+        )
 
     def count(self, entry: CacheEntry) -> None:
         """Updates the tenant's tokens to the length of a cache."""

@@ -7,9 +7,7 @@ recomputed, or kept where it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from service.caches.entries import CacheEntry, Operation
+from service.caches.entries import CacheEntry
 from service.caches.ledger import Ledger
 from service.errors import WeightsChanged
 
@@ -43,8 +41,3 @@ class Weights:
 
     def has_caches(self, weights: int) -> bool:
         return any(state.weights == weights for state in self._ledger)
-
-
-def operations_with(operations: Iterable[Operation], weights: int) -> list[Operation]:
-    """The operations with a cache of these weights."""
-    return [o for o in operations if any(entry.state.weights == weights for entry in o.entries)]

@@ -7,15 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from service.model_names import (
-    SHIPPED_MODELS,
-    WEIGHTLESS_MODEL,
-    absolute,
-    is_hub_model,
-    is_model,
-    model_problem,
-    shipped_model_dir,
-)
+from service.model_names import WEIGHTLESS_MODEL, is_hub_model, is_model, local_path, model_problem
 from service.printable import escaped
 from workers.common import child_process
 from workers.common.protocol import EXIT_CONFIG
@@ -33,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if not out.parent.is_dir():
         return _failed(f"{options.out} cannot be written: there is no directory {out.parent}", 1)
-    found = shipped_model_dir(model) if model in SHIPPED_MODELS else absolute(model)
+    found = local_path(model)
     if is_hub_model(model):
         from service.cli import hub
 

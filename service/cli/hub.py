@@ -73,32 +73,24 @@ class HubError(Exception):
         self.status = status
 
 
-def find_model(
-    model: str, revision: str | None, *, on_progress: Callable[[float], None] | None = None
-) -> Path:
+def find_model(model: str, revision: str | None) -> Path:
     """The model's directory or GGUF file in the local cache, after a download if necessary.
 
     Args:
         model: ORG/NAME, validated; with a colon and what the name of a GGUF file has, that file.
         revision: A commit, branch or tag, validated; None: the main branch.
-        on_progress: Gets the downloaded fraction of the weights, from 0 to 1. None: standard error gets it.
 
     Raises:
         HubError: It is not in the cache, and cannot be downloaded or must not be.
     """
     hub_id, _, wanted = model.partition(":")
-    if wanted:
-        cached, problem = _look_for_gguf(hub_id, wanted, revision)
-    else:
-        cached, problem = _look_in_cache(hub_id, revision)
+    cached, problem = _look_in_cache(hub_id, wanted, revision)
     if cached is not None:
         return cached
     if constants.is_offline_mode():
         raise _not_here(hub_id, revision, problem)
     try:
-        if wanted:
-            return _download_gguf(hub_id, wanted, revision, on_progress)
-        return _download(hub_id, revision, on_progress)
+        return _download_gguf(hub_id, wanted, revision) if wanted else _download(hub_id, revision)
     except Exception as error:
         # The library raises its own errors and those of its HTTP client.
         raise _to_hub_error(error, hub_id, revision) from error
@@ -111,40 +103,30 @@ def _not_here(hub_id: str, revision: str | None, problem: str) -> HubError:
     return HubError(text)
 
 
-def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]:
-    """The snapshot in the local cache if it is complete, else None and the problem."""
-    where = f"in the cache {constants.HF_HUB_CACHE}"
-    try:
-        found = snapshot_download(
-            hub_id, revision=revision, local_files_only=True, allow_patterns=[*_SMALL, _WEIGHTS]
-        )
-    except errors.IncompleteSnapshotError:
-        return None, f"is not whole {where}"
-    except errors.LocalEntryNotFoundError:
-        return None, f"is not {where}"
-    except OSError as error:
-        return None, f"cannot be read {where}: {error.strerror}"
-    directory = Path(found)
-    return (directory, "") if _is_whole(directory) else (None, f"is not whole {where}")
+def _look_in_cache(hub_id: str, wanted: str, revision: str | None) -> tuple[Path | None, str]:
+    """The snapshot in the local cache, or the first of its GGUF files that are `wanted`, if it is complete.
 
-
-def _look_for_gguf(hub_id: str, wanted: str, revision: str | None) -> tuple[Path | None, str]:
-    """The first of the GGUF files in the local cache if all are there, else None and the problem."""
+    Else None and the problem.
+    """
     where = f"in the cache {constants.HF_HUB_CACHE}"
+    patterns = [f"*{_GGUF}"] if wanted else [*_SMALL, _WEIGHTS]
     try:
         directory = Path(
-            snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=f"*{_GGUF}")
+            snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=patterns)
         )
-    except errors.IncompleteSnapshotError as error:  # others of its files
+    except errors.IncompleteSnapshotError as error:
+        if not wanted:
+            return None, f"is not whole {where}"
+        # Other GGUF files are missing, maybe.
         directory = Path(error.snapshot_path or "")
     except errors.LocalEntryNotFoundError:
         return None, f"is not {where}"
     except OSError as error:
         return None, f"cannot be read {where}: {error.strerror}"
-    names = [
-        path.relative_to(directory).as_posix() for path in directory.rglob(f"*{_GGUF}") if path.is_file()
-    ]
-    chosen = gguf_files(names, wanted)
+    if not wanted:
+        return (directory, "") if _is_whole(directory) else (None, f"is not whole {where}")
+    files = [path for path in directory.rglob(f"*{_GGUF}") if path.is_file()]
+    chosen = gguf_files([path.relative_to(directory).as_posix() for path in files], wanted)
     if not chosen or len(chosen) < _count_of(chosen[0]):
         return None, f"has no whole {wanted} {where}"
     return directory / chosen[0], ""
@@ -178,7 +160,7 @@ def _is_whole(directory: Path) -> bool:
     return (directory / _CONFIG).is_file() and len(weights) >= max(counts, default=1)
 
 
-def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], None] | None) -> Path:
+def _download(hub_id: str, revision: str | None) -> Path:
     """Downloads the files that are not in the cache. Raises HubError and errors of the library."""
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -189,13 +171,11 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     if problem := quantised(directory):
         raise HubError(f"{hub_id} cannot be served: {problem}", EXIT_CONFIG)
     total_bytes = sum(size for name, size in sizes.items() if fnmatchcase(name, _WEIGHTS))
-    _fetch(hub_id, revision, directory.name, [_WEIGHTS], total_bytes, on_progress)
+    _fetch(hub_id, revision, directory.name, [_WEIGHTS], total_bytes)
     return directory
 
 
-def _download_gguf(
-    hub_id: str, wanted: str, revision: str | None, on_progress: Callable[[float], None] | None
-) -> Path:
+def _download_gguf(hub_id: str, wanted: str, revision: str | None) -> Path:
     """As `_download`, of GGUF files. Returns the first."""
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -209,7 +189,7 @@ def _download_gguf(
     total_bytes = sum(map(sizes.__getitem__, chosen))
     # By the name of the revision, so that the cache knows that name.
     patterns = [*map(glob.escape, chosen)]
-    directory = _fetch(hub_id, revision, revision, patterns, total_bytes, on_progress)
+    directory = _fetch(hub_id, revision, revision, patterns, total_bytes)
     return directory / chosen[0]
 
 
@@ -227,19 +207,12 @@ def _is_projector(name: str) -> bool:
 
 
 def _fetch(
-    hub_id: str,
-    revision: str | None,
-    commit: str | None,
-    patterns: Sequence[str],
-    total_bytes: int,
-    on_progress: Callable[[float], None] | None,
+    hub_id: str, revision: str | None, commit: str | None, patterns: Sequence[str], total_bytes: int
 ) -> Path:
     """Downloads the large files of a model, of a commit or of what has its name. Returns the directory."""
     _print(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
-    report = on_progress or _print_tenths()
     # On a terminal the library shows its own bars.
-    is_shown = on_progress is None and sys.stderr.isatty()
-    progress = None if is_shown else _progress(lambda done_bytes: report(done_bytes / (total_bytes or 1)))
+    progress = None if sys.stderr.isatty() else _progress(_print_tenths(total_bytes))
     return Path(snapshot_download(hub_id, revision=commit, allow_patterns=[*patterns], tqdm_class=progress))
 
 
@@ -310,13 +283,13 @@ def _print(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
 
 
-def _print_tenths() -> Callable[[float], None]:
+def _print_tenths(total_bytes: int) -> Callable[[int], None]:
     """Returns what prints a line to standard error for each tenth of a download."""
     printed = 0
 
-    def report(done: float) -> None:
+    def report(done_bytes: int) -> None:
         nonlocal printed
-        percent = int(100 * done) // _STEP_PERCENT * _STEP_PERCENT
+        percent = 100 * done_bytes // max(total_bytes, 1) // _STEP_PERCENT * _STEP_PERCENT
         if percent > printed:
             printed = percent
             _print(f"{percent}% downloaded")

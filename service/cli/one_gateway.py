@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import uvloop
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config
-from service.errors import LoadFailed
 from service.extension import Extension
 from service.logging import configure_logging
 from service.server import serve
@@ -35,14 +33,4 @@ def run_gateway(
     gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, _find_on_hub, extensions))
-
-
-def _find_on_hub(hub_id: str, on_progress: Callable[[float], None]) -> Path:
-    """Finds a model for LoadWeights. Raises LoadFailed."""
-    from service.cli import hub
-
-    try:
-        return hub.find_model(hub_id, None, on_progress=on_progress)
-    except hub.HubError as error:
-        raise LoadFailed(str(error)) from None
+        return runner.run(serve(config, extensions))

@@ -19,10 +19,6 @@ class JournalUnusable(Exception):
     """The journal cannot be read or written, or another gateway uses it. The message is for the operator."""
 
 
-class DirectoryInUse(JournalUnusable):
-    """Another gateway uses the data directory."""
-
-
 class OwnershipLost(Exception):
     """The journal is another gateway's now, or is not as this one has left it.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from service.journal.base import DirectoryInUse, Journal, JournalUnusable
+from service.journal.base import JournalUnusable
 
 # Locked while a gateway uses the directory; contains its pid.
 LOCK: Final = "lock"
@@ -52,7 +52,7 @@ def lock(directory: Path) -> int:
 
 
 def lock_itself(directory: Path) -> int:
-    """Opens and locks a directory, until the result is closed. Raises DirectoryInUse, OSError.
+    """Opens and locks a directory, until the result is closed. Raises JournalUnusable, OSError.
 
     Unlike a file in it, it cannot be removed while it is in use. Some network file systems cannot lock it.
     """
@@ -67,27 +67,7 @@ def lock_itself(directory: Path) -> int:
     return locked
 
 
-class LockedDirectory(Journal):
-    """Stores nothing. But workers and files of a directory belong to one gateway at a time."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises DirectoryInUse."""
-        self._lock: int | None = None
-        try:
-            self._lock = lock(directory)
-        except DirectoryInUse:
-            raise
-        except JournalUnusable:
-            # A directory that cannot be written to has nothing to protect: see `LocalLauncher`.
-            return
-
-    def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def _in_use(directory: Path, holder: str) -> DirectoryInUse:
-    return DirectoryInUse(
+def _in_use(directory: Path, holder: str) -> JournalUnusable:
+    return JournalUnusable(
         f"{directory} is in use by another gateway{holder}. End it, or choose another directory."
     )

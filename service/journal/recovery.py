@@ -13,13 +13,7 @@ from typing import Final
 
 from service.caches.ledger import RecordConflict
 from service.caches.records import Record, TokensAppended
-from service.journal.encoding import (
-    FRAME_BYTES,
-    PACKED_DECODE_BYTES,
-    Frame,
-    UnknownRecord,
-    decode_packed,
-)
+from service.journal.encoding import FRAME_BYTES, PACKED_DECODE_BYTES, Frame, UnknownRecord, decode_packed
 
 # Called with a record and the Unix time in seconds at which it was written.
 Apply = Callable[[Record, float], None]

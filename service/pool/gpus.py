@@ -41,16 +41,6 @@ def chosen(config: Config, environ: Mapping[str, str] = os.environ) -> list[Gpu]
     return _found() if visible is None else _select(_found(), visible)
 
 
-def are_expected(config: Config, gpus: Sequence[Gpu]) -> bool | None:
-    """Whether workers will compute on `gpus`, before any is ready. None: other hosts decide.
-
-    A worker whose model runs on no GPU falls back to the CPU.
-    """
-    if config.device != "auto":
-        return config.device != "cpu"
-    return None if config.has_remote_workers else bool(gpus)
-
-
 def with_workers(config: Config, gpus: Sequence[Gpu]) -> Config:
     """The settings with a number of workers: `auto` is one for each GPU, or group of them; one at least."""
     if config.workers is not None or config.has_remote_workers:

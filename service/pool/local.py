@@ -208,18 +208,12 @@ class LocalLauncher:
             env=_environment(own),
             start_new_session=self._grace_s > 0,
         )
-        try:
-            pidfd = os.pidfd_open(child.pid) if self._can_watch else -1
-        except OSError:
-            child.kill()
-            child.communicate()
-            raise
         if cores := cores_near(own):
             # It has one thread at this moment; those that it starts inherit this.
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(child.pid, cores)
         on_stopped = functools.partial(self._directory.remove, file)
-        return LocalProcess(child.pid, endpoint, on_stopped, pidfd=pidfd, child=child)
+        return LocalProcess(child.pid, endpoint, on_stopped, child=child)
 
     def close(self) -> None:
         """Unlocks the directory, or removes it if it is temporary."""

@@ -18,7 +18,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.journal.values import StoredValues
 from service.logging import get_logger
-from service.model_names import SHIPPED_MODELS, WEIGHTLESS_MODEL, absolute, shipped_model_dir
+from service.model_names import WEIGHTLESS_MODEL, local_path
 from workers.common import worker_pb2
 
 _log = get_logger(__name__)
@@ -223,6 +223,4 @@ def is_gone(served: str, configured: str) -> bool:
 
 def model_argument(model: str) -> str:
     """The model argument of workers: an absolute path, or the weightless executor's name."""
-    if model == WEIGHTLESS_MODEL:
-        return model
-    return str(shipped_model_dir(model) if model in SHIPPED_MODELS else absolute(model))
+    return model if model == WEIGHTLESS_MODEL else str(local_path(model))

@@ -1,7 +1,7 @@
 """A worker process on this machine, started by this gateway or by an earlier one.
 
-It is watched and signalled through a pidfd, which never refers to another process, even if the pid is reused.
-On systems without pidfds only child processes are watched, each by a thread.
+A thread waits for a child. Any other is watched and signalled through a pidfd, which never refers to another
+process, even if the pid is reused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.pool.worker_port import NamedWorker
 
 
 def can_watch() -> bool:
-    """Whether pidfds work here, so that processes other than children can be watched."""
+    """Whether the system has pidfds, so that processes other than children can be watched."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -60,7 +60,7 @@ class LocalProcess:
         child: subprocess.Popen[bytes] | None = None,
         is_outdated: bool = False,
     ) -> None:
-        """Takes ownership of the pidfd, or of a child without one. `stop` calls `on_stopped`."""
+        """Takes ownership of the pidfd, or else of the child. `stop` calls `on_stopped`."""
         self.pid, self.epoch = pid, endpoint.epoch
         self.endpoint = endpoint
         self.is_outdated = is_outdated

@@ -16,14 +16,7 @@ from service.caches import answers, effects
 from service.caches.entries import Operation
 from service.caches.requests import DECODE, NORMAL, AppendKind, Priority
 from service.caches.states import REPLAYING
-from service.errors import (
-    AdapterLost,
-    DeadlinePassed,
-    KvExhausted,
-    QuireError,
-    Unsupported,
-    WorkerFault,
-)
+from service.errors import AdapterLost, DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
 from service.logging import get_logger
 from service.pool.link import WorkerLink
 from workers.common import worker_pb2

@@ -11,7 +11,7 @@ and all KV, unless the caller wants it to be kept.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,19 +22,19 @@ from service.caches.requests import PreviousCaches
 from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import LoadFailed, Loading, NoMemory, NoWorker
+from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker
 from service.logging import get_logger
+from service.model_names import is_local_model
 from service.pool.incarnation import Incarnation
-from service.pool.model_versions import ModelVersion
+from service.pool.model_versions import ModelVersion, model_argument
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
-from service.runtimes.sources import ModelSources
 
 _log = get_logger(__name__)
 _WEIGHTS = "*.safetensors"
-# How often the caller of a download gets a progress message.
-_PROGRESS_INTERVAL_S = 0.5
 _Progress: TypeAlias = admin_pb2.LoadWeightsResponse
+# The directory of an upload; None if the source names none.
+FindUpload: TypeAlias = Callable[[str], Path | None]
 
 
 class WeightsLoader:
@@ -45,14 +45,14 @@ class WeightsLoader:
         pool: Supervisor,
         dispatcher: Dispatcher,
         restarts: RollingRestart,
-        sources: ModelSources,
+        find_upload: FindUpload,
         config: Config,
     ) -> None:
         self._pool = pool
         self._versions = pool.versions
         self._dispatcher = dispatcher
         self._restarts = restarts
-        self._sources = sources
+        self._find_upload = find_upload
         self._config = config
         self._is_busy = False
 
@@ -62,21 +62,14 @@ class WeightsLoader:
         A worker that dies meanwhile is restarted with the weights that are served by then. Raises Loading,
         InvalidArgument, NoMemory, NoWorker, LoadFailed or StorageUnavailable, without any change.
         """
-        if self._is_busy or self._sources.is_busy:
+        if self._is_busy:
             raise Loading
         self._is_busy = True
         workers: list[Incarnation] = []
         version: ModelVersion | None = None
         try:
             yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING)
-            finding = asyncio.ensure_future(self._sources.find(source))
-            try:
-                while not (await asyncio.wait({finding}, timeout=_PROGRESS_INTERVAL_S))[0]:
-                    done = self._sources.downloaded
-                    yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING, progress=done)
-            finally:
-                finding.cancel()
-            model = finding.result()
+            model = await self._find(source)
             self._require_memory(model)
             # No worker is replaced on purpose meanwhile.
             async with self._restarts.lock:
@@ -98,6 +91,10 @@ class WeightsLoader:
             fingerprint=described.fingerprint,
             weights_version=version.number,
         )
+
+    async def _find(self, source: str) -> str:
+        """See `model_of`. In a thread: a path may be on a network."""
+        return await asyncio.to_thread(model_of, source, self._find_upload)
 
     def _require_memory(self, model: str) -> None:
         """Raises NoMemory if the weights do not fit into main memory beside those that are served.
@@ -139,6 +136,17 @@ class WeightsLoader:
         self._dispatcher.weights_replaced(version.number, views, previous)
         how = previous.name.lower()
         _log.info("weights replaced", model=version.model, weights=version.number, previous_caches=how)
+
+
+def model_of(source: str, find_upload: FindUpload) -> str:
+    """The model argument of workers for the source of a LoadWeights. Blocks. Raises InvalidArgument."""
+    if (upload := find_upload(source)) is not None:
+        return str(upload)
+    # An empty path would be the directory in which the server was started.
+    if source and is_local_model(source):
+        return model_argument(source)
+    what = "neither a directory with a config.json, nor a GGUF file of this machine"
+    raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}, nor an upload that is kept")
 
 
 async def _read(workers: Sequence[Incarnation], model: str, timeout_s: float) -> types_pb2.ModelDescription:

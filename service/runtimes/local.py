@@ -14,7 +14,6 @@ from service.api.time_slice import TimeSlice
 from service.caches.requests import PreviousCaches
 from service.dispatcher import Dispatcher
 from service.errors import DeadlinePassed, NoWorker, QuireError, WeightsChanged
-from service.pool import gpus
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
@@ -45,9 +44,7 @@ class LocalRuntime:
         restarts: RollingRestart,
         loader: WeightsLoader,
         uploads: WeightUploads,
-        own_gpus: Sequence[gpus.Gpu] = (),
     ) -> None:
-        """`own_gpus`: of this machine, for the workers."""
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
@@ -55,9 +52,6 @@ class LocalRuntime:
         self._state = state
         self._preparer = ItemPreparer(state, text)
         self._executions = 0
-        # Until a worker is ready and says it.
-        on_gpu = gpus.are_expected(state.config, own_gpus)
-        self._expected_transport = None if on_gpu is None else _LOCAL_GPU if on_gpu else _LOCAL_CPU
 
     @property
     def name(self) -> str:
@@ -69,7 +63,6 @@ class LocalRuntime:
             runtime_kind=runner_pb2.RUNTIME_KIND_LOCAL,
             prices=runner_pb2.TokenPrices(),
             executions=self._executions,
-            transport_kind=self._expected_transport,
         )
         if not self._state.has_ready_worker:
             described.trouble = NoWorker().message

@@ -22,13 +22,7 @@ from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, WeightsChanged
 from service.runtimes import items
-from service.runtimes.answer_parts import (
-    TOOLS,
-    Reading,
-    encoded_prompt,
-    formats_of_model,
-    reading_of,
-)
+from service.runtimes.answer_parts import TOOLS, Reading, encoded_prompt, formats_of_model, reading_of
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
@@ -319,14 +313,11 @@ def _set_seed(
         # As a Decode draws. A copy on which the same is generated again has another seed.
         output.sampling.seed = held.seed
     elif kept_as:
-        output.sampling.seed = _seed_of(kept_as, item.item_id)
+        digest = hashlib.sha256(f"{kept_as}\x00{item.item_id}".encode()).digest()
+        output.sampling.seed = int.from_bytes(digest[:8])
 
 
 def _max_draft_tokens(item: runner_pb2.ExecuteItem) -> int:
     if not item.HasField("speculation"):
         return 0
     return item.speculation.max_draft_tokens or DEFAULT_DRAFT_TOKENS
-
-
-def _seed_of(key: str, item_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{key}\x00{item_id}".encode()).digest()[:8])

@@ -20,9 +20,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from service.text.grammar_vocabulary import LIMITS, NO_FORCING, Vocabulary
 from service.text.json_schema import has_rare_escapes, prepared
-from service.text.schema_patterns import SchemaError, check_backslash
+from service.text.schema_patterns import LIMITS, NO_FORCING, SchemaError, Vocabulary, check_backslash
 from service.text.schema_values import Schema, Validator
 
 _MAX_GRAMMARS = 64

@@ -53,8 +53,6 @@ def prepared(schema: Schema) -> Schema:
     """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
     references = References(schema)
     references.check()
-    if not references.has_value():
-        raise SchemaError("it has no finite value")
     return _prepared(schema, references)
 
 

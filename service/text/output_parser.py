@@ -25,13 +25,7 @@ from typing import Any, TypeAlias
 
 from service.text import bounded_json
 from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
-from service.text.output_formats import (
-    MAX_HEAD_CHARACTERS,
-    Arguments,
-    OutputFormats,
-    Pattern,
-    ToolFormat,
-)
+from service.text.output_formats import MAX_HEAD_CHARACTERS, Arguments, OutputFormats, Pattern, ToolFormat
 
 MAX_CALLS = 128
 MAX_ARGUMENT_CHARACTERS = 1 << 20

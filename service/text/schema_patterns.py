@@ -1,21 +1,39 @@
-"""Regular expressions of JSON Schemas as llguidance understands them: which texts they match.
+"""What each use of llguidance gets, and which texts regular expressions of JSON Schemas match there.
 
-The grammar's own engine answers, so that no other reading of an expression can differ from the grammar's. It
-runs in the process for grammars.
+The grammar's own engine says that, so that no other reading of an expression can differ from the grammar's.
+Runs in the process for grammars.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from typing import Final
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from service.text.grammar_vocabulary import LIMITS, NO_FORCING, Vocabulary
-
+# Masks allow every token that fits the grammar. With forcing, the library would tokenize forced text itself,
+# which goes wrong with tokenizers that add or drop spaces.
+NO_FORCING: Final = '\n%llguidance {"no_forcing": true}\n'
+LIMITS: Final = LLParserLimits(verbose_errors=False)
 # The most names that `names_of` returns, and their longest text in bytes.
 _MAX_NAMES = 64
 _MAX_NAME_BYTES = 256
+
+
+class Vocabulary(TokenizerWrapper):
+    """The vocabulary as the library needs it. The library appends a token for the end of a text."""
+
+    def __init__(self, tokens: list[bytes], special_ids: list[int]) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_ids
+        self.eos_token_id = None  # type: ignore[assignment] # the library adds one
+        self.bos_token_id = None
+        self.is_tokenizer_wrapper = True
+
+    def __call__(self, text: str) -> list[int]:
+        """Never called, since nothing is forced."""
+        raise NotImplementedError
 
 
 class SchemaError(Exception):

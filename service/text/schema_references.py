@@ -1,4 +1,4 @@
-"""Where the references of a JSON Schema lead, whether it has a finite value, and which schemas share none.
+"""Where the references of a JSON Schema lead, and which schemas have no value in common.
 
 Runs in the process for grammars.
 """
@@ -56,19 +56,6 @@ class References:
         """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
         self._check_inside(self._root, set())
 
-    def has_value(self) -> bool:
-        """Whether a finite value might be valid: one that requires itself inside of it never ends.
-
-        In rounds: a part has a value if what it needs is known to have one. What was asked for before in the
-        same round, and perhaps stands around it, counts as without a value.
-        """
-        known, num_known = set[int](), -1
-        while len(known) > num_known:
-            num_known = len(known)
-            if self._has_value(self._root, set(), known):
-                return True
-        return False
-
     def grouped(self, schemas: list[Any]) -> Schema:
         """What stands for a `oneOf`: only schemas that may have a value in common must be told apart."""
         facts = [self._facts_of(schema) for schema in schemas]
@@ -112,30 +99,6 @@ class References:
         for place in places:
             self._check_place(place, path | {id(schema)}, ends)
         ends.add(id(schema))
-
-    def _has_value(self, schema: Any, asked: set[int], known: set[int]) -> bool:
-        """`asked`: in this round. `known`: those that have a value. This adds to both."""
-        if not isinstance(schema, dict) or id(schema) in known:
-            return schema is not False
-        if id(schema) in asked:
-            return False
-        asked.add(id(schema))
-        needed = list(schema.get("allOf", ()))
-        if isinstance(schema.get("$ref"), str):
-            needed.append(self._target(schema["$ref"]))
-        if schema.get("type") == "object":
-            properties = schema.get("properties", {})
-            others = schema.get("additionalProperties") if not schema.get("patternProperties") else True
-            needed += [properties.get(name, others) for name in schema.get("required", ())]
-        if schema.get("type") == "array" and isinstance(items := schema.get("items"), dict):
-            needed += [items] * (schema.get("minItems", 0) > len(schema.get("prefixItems", ())))
-        if not all(self._has_value(each, asked, known) for each in needed):
-            return False
-        for name in ("anyOf", "oneOf"):
-            if name in schema and not any(self._has_value(each, asked, known) for each in schema[name]):
-                return False
-        known.add(id(schema))
-        return True
 
     def _facts_of(self, schema: Any) -> _Facts:
         if not isinstance(schema, dict):

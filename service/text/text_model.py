@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import runner_pb2
 
-from service.errors import (
-    InvalidArgument,
-    NoTokenizer,
-    QuireError,
-    SequenceTooLong,
-    Unsupported,
-)
+from service.errors import InvalidArgument, NoTokenizer, QuireError, SequenceTooLong, Unsupported
 from service.logging import get_logger
 from service.text import tasks
 from service.text.bounded_json import check_chat

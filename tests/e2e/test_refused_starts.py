@@ -70,10 +70,6 @@ BEFORE_IT_LISTENS = {
     "a GGUF file that is cut short": Refused(
         cut_short, "ends beyond the end of the file, which is cut short"
     ),
-    "a draft model with another tokenizer": Refused(
-        lambda _: ["--model", "storyteller", "--draft-model", str(shipped_model_dir("adder"))],
-        "needs its tokenizer, and that has the token",
-    ),
     "a draft model that is none": Refused(
         lambda directory: ["--model", "storyteller", "--draft-model", str(directory)],
         "it has no config.json",
@@ -102,6 +98,10 @@ BY_THE_WORKER: dict[str, tuple[Make, str]] = {
     "NaN in a weight": (not_a_number, "is not finite"),
     "more pages than there is memory": (lambda _: ["--kv-pages", "1000000000"], "kv_pages"),
     "a device that is not there": (lambda _: ["--device", "cuda"], "no CUDA device"),
+    "a draft model with another tokenizer": (
+        lambda _: ["--model", "storyteller", "--draft-model", str(shipped_model_dir("adder"))],
+        "it needs the tokenizer of the model, and that has the token",
+    ),
     "a model that cannot be split": (
         lambda _: ["--model", "paged-attention", "--tensor-parallel", "2"],
         "tensor_parallel = 2, and paged-attention cannot be split",

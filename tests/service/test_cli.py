@@ -13,6 +13,7 @@ from quire.cli.main import main
 
 from service.auth.tokens import read_token_store
 from service.config import Config
+from service.data_directory import data_directory
 from service.extensions.gateways.one_host import places
 from service.journal.base import Journal, JournalUnusable
 from service.shard import open_own_journal
@@ -54,19 +55,21 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
         assert capsys.readouterr().err.startswith(f"quire: {said}")
 
 
-def opened(kind: str, directory: Path) -> Journal:
-    return asyncio.run(open_own_journal(Config(journal=kind), directory, none))
+def opened(directory: Path) -> Journal:
+    return asyncio.run(open_own_journal(Config(), directory, none))
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk", "disk-fsync"])
-def test_a_data_directory_is_one_servers_whatever_its_journal(tmp_path: Path, kind: str) -> None:
-    """Adapters and loaded weights are in it, too."""
+def test_a_data_directory_is_one_servers(tmp_path: Path) -> None:
     directory = tmp_path / "data"
-    with contextlib.closing(opened("memory", directory)):
-        line = refused("--listen", "127.0.0.1:0", "--data-dir", str(directory), "--journal", kind)
+    with contextlib.closing(opened(directory)):
+        line = refused("--listen", "127.0.0.1:0", "--data-dir", str(directory))
     assert line["event"] == "cannot use the journal" and "in use by another gateway" in line["error"]
-    with contextlib.closing(opened(kind, directory)):
+    with contextlib.closing(opened(directory)):
         pass
+
+
+def test_a_journal_in_memory_leaves_no_directory(tmp_path: Path) -> None:
+    assert data_directory(Config(data_dir=str(tmp_path / "data"), journal="memory")) is None
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / "lock").symlink_to(victim)
     with pytest.raises(JournalUnusable, match="lock"):
-        opened("disk", tmp_path)
+        opened(tmp_path)
     assert victim.read_text() == "precious"
 
 

@@ -11,7 +11,7 @@ import pytest
 from service.config import Config
 from service.data_directory import data_directory, state_dir
 from service.extensions.gateways.one_host import places
-from service.journal.base import DirectoryInUse
+from service.journal.base import JournalUnusable
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> No
         assert [first.directory, second.directory] == [
             tmp_path / f"data/shards/{index}" for index in range(2)
         ]
-        refused = pytest.raises(DirectoryInUse, match=f"process {os.getpid()}")
+        refused = pytest.raises(JournalUnusable, match=f"process {os.getpid()}")
         with refused, places(tmp_path / "data", 2):
             pass
     with places(tmp_path / "data", 2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from service.extensions.openai.generate import generate
 from service.extensions.openai.models import ResolvedModel
 from service.extensions.openai.requests import chat, completion
 from service.runtimes import items
-from service.runtimes.sources import ModelSources
+from service.runtimes.loading import model_of
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20, hidden_size=8, num_layers=2)
@@ -92,10 +91,6 @@ def _drafts(draft: types_pb2.DraftProbabilities) -> None:
     _verify(rows=rows, accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE)
 
 
-def _source() -> None:
-    asyncio.run(ModelSources(None, lambda _: None).find(""))
-
-
 REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "PrefillRequest.token_ids": (
         "EMPTY_TOKENS",
@@ -139,7 +134,7 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "ExecuteRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "EstimateCostRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "EmbedRequest.inputs": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5, "inputs")),
-    "LoadWeightsRequest.source": ("BAD_SOURCE", _source),
+    "LoadWeightsRequest.source": ("BAD_SOURCE", lambda: model_of("", lambda _: None)),
     "LoadAdapterRequest.adapter_id": ("BAD_ADAPTER", lambda: check_adapter_id("")),
 }
 # Refused where caches, workers or files are looked up.

@@ -7,8 +7,8 @@ import random
 import pytest
 from quire.v1 import types_pb2
 
-from service.api import experts
-from service.api.experts import Experts
+from service.api import request_limits
+from service.api.request_limits import Experts
 from service.errors import InvalidArgument
 
 LAYERS, PER_TOKEN = 3, 4
@@ -17,7 +17,7 @@ LAYERS, PER_TOKEN = 3, 4
 @pytest.mark.parametrize("count", [8, 255, 257])
 def test_the_first_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """In whatever block it is. Rows are right unless an expert is unknown or occurs twice."""
-    monkeypatch.setattr(experts, "_BLOCK_ROWS", 5)
+    monkeypatch.setattr(request_limits, "_BLOCK_ROWS", 5)
     described = types_pb2.ModelDescription(moe_layers=LAYERS, num_experts=count, experts_per_token=PER_TOKEN)
     model, dice = Experts(described), random.Random(count)
     width = 1 if count <= 256 else 2

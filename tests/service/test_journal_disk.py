@@ -25,7 +25,7 @@ from service.caches.records import CacheReleased, Record
 from service.config import Config
 from service.extensions.conformance import appended, commit, created, facts
 from service.journal import file_journal, segments, stored
-from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
 from service.shard import open_own_journal
@@ -279,7 +279,7 @@ async def test_a_second_gateway_is_refused(journal: FileJournal, tmp_path: Path,
     assert await commit(journal, created(1))
     if lock_removed:
         (tmp_path / "data" / "lock").unlink()
-    with pytest.raises(DirectoryInUse, match="in use by another gateway"):
+    with pytest.raises(JournalUnusable, match="in use by another gateway"):
         open_journal(tmp_path / "data")
     assert await commit(journal, created(2))
     journal.close()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,12 +16,11 @@ from quire.v1 import admin_pb2, executor_pb2
 from service.caches.entries import WorkerView
 from service.caches.requests import PreviousCaches
 from service.config import Config
-from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, StorageUnavailable
+from service.errors import InvalidArgument, LoadFailed, NoMemory, StorageUnavailable
 from service.journal.values import StoredValues
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import loading as loading_module
 from service.runtimes.loading import WeightsLoader
-from service.runtimes.sources import ModelSources
 from tests.service.test_supervisor import (
     MODEL,
     Behaviour,
@@ -88,9 +85,8 @@ class Loads(Bench):
         super().__init__(FakeLauncher(self.reader, *plan), patch, config, self.values)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor)
-        sources = ModelSources(None, lambda _: None)
         dispatcher = self.gateway.dispatcher
-        self.loader = WeightsLoader(self.supervisor, dispatcher, self.restarts, sources, config)
+        self.loader = WeightsLoader(self.supervisor, dispatcher, self.restarts, lambda _: None, config)
         self.source = tmp_path / "model"
         self.source.mkdir()
         (self.source / "config.json").touch()
@@ -242,64 +238,6 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
             with pytest.raises(InvalidArgument, match="the source is neither"):
                 _ = [update async for update in bench.loader.replace(source, PreviousCaches.END)]
         assert bench.is_unchanged() and bench.launcher.attempts == 1
-
-
-class Hub:
-    """Downloads a model until `on_progress` raises."""
-
-    def __init__(self) -> None:
-        self.begun, self.ended, self.may_continue = threading.Event(), threading.Event(), threading.Event()
-        self.was_cancelled = False
-
-    def find(self, _hub_id: str, on_progress: Callable[[float], None]) -> Path:
-        self.begun.set()
-        try:
-            assert self.may_continue.wait(60)
-            for _ in range(500):
-                on_progress(0.5)
-                time.sleep(0.01)
-        except LoadFailed:
-            self.was_cancelled = True
-            raise
-        finally:
-            self.ended.set()
-        return Path("/nowhere")
-
-
-async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, hub = Loads(tmp_path, monkeypatch), Hub()
-    bench.loader._sources = ModelSources(hub.find, lambda _: None)
-    async with serving(bench):
-
-        async def load() -> None:
-            async for _ in bench.loader.replace("org/name", PreviousCaches.END):
-                pass
-
-        downloading = asyncio.create_task(load())
-        await asyncio.to_thread(hub.begun.wait)
-        downloading.cancel()
-        await asyncio.wait({downloading})
-        with pytest.raises(Loading):
-            await bench.load()
-        hub.may_continue.set()
-        await asyncio.to_thread(hub.ended.wait)
-        while bench.loader._sources.is_busy:
-            await asyncio.sleep(0)
-        assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
-
-
-def test_stopping_server_ends_a_download(tmp_path: Path) -> None:
-    hub = Hub()
-    hub.may_continue.set()
-
-    async def serve() -> asyncio.Task[str]:
-        finding = asyncio.create_task(ModelSources(hub.find, lambda _: None).find("org/name"))
-        await asyncio.to_thread(hub.begun.wait)
-        return finding
-
-    with asyncio.Runner() as runner:
-        finding = runner.run(serve())
-    assert finding.cancelled() and hub.was_cancelled
 
 
 async def test_draining_worker_is_replaced_if_the_caller_cancels(

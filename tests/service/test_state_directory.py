@@ -80,7 +80,7 @@ def test_a_file_and_a_directory_that_cannot_be_written(
         with pytest.raises(StateUnusable, match=os.strerror(number)) as refused:
             prepare(Config(data_dir=str(tmp_path)))
         assert refused.value.may_pass == may_pass and "tmpxyz" not in str(refused.value)
-        # Nothing is stored, and worker sockets have another place.
+        # Then there is none.
         prepare(Config(data_dir=str(tmp_path), journal="memory"))
 
 

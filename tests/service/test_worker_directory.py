@@ -283,12 +283,7 @@ async def test_without_a_directory_workers_end_with_their_gateway(
     third.close()
 
 
-@pytest.mark.parametrize("can_watch", [True, False])
-async def test_child_is_watched_and_stopped(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, can_watch: bool
-) -> None:
-    """Also without pidfds."""
-    monkeypatch.setattr("service.pool.local.can_watch", lambda: can_watch)
+async def test_child_is_watched_and_stopped(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-S", "-c", "import sys; sys.exit(len(sys.stdin.read()) + 7)"]
     monkeypatch.setattr("service.pool.local._command", lambda *_: command)
     directory = WorkerDirectory(data_dir)

@@ -31,7 +31,6 @@ from service.pool.model_versions import ModelVersion, ModelVersions
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.loading import WeightsLoader
-from service.runtimes.sources import ModelSources
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal
 from tests.sim.fake_leases import LeasingLauncher
@@ -376,13 +375,6 @@ class SimulatedVersions(ModelVersions):
         await super().persist(version, fingerprint)
 
 
-class SimulatedModelSources(ModelSources):
-    """Finds anything at once."""
-
-    async def find(self, source: str) -> str:
-        return source
-
-
 class SimulatedLoader(WeightsLoader):
     """Loads weights, for which there is enough memory."""
 
@@ -391,9 +383,13 @@ class SimulatedLoader(WeightsLoader):
             simulation.supervisor,
             simulation.dispatcher,
             simulation.restarts,
-            SimulatedModelSources(None, lambda _: None),
+            lambda _: None,
             config,
         )
+
+    async def _find(self, source: str) -> str:
+        """It is there."""
+        return source
 
     def _require_memory(self, model: str) -> None:
         """There is enough."""

@@ -1,4 +1,4 @@
-"""What a gateway and its workers agree on about draft models, beside their tokens (`tokenizer_ids`)."""
+"""What a gateway and its workers agree on about draft models."""
 
 from __future__ import annotations
 

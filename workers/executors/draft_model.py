@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from workers.common.tokenizer_ids import difference
 from workers.executors.loading import AUTO, choose_backend, load_served
+from workers.executors.tokenizer_ids import difference
 from workers.models.errors import ModelError
 from workers.models.model import Model, ModelDescription
 from workers.models.source import source_of

@@ -204,7 +204,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
   }
 
   /**
-   * Replaces the weights by others of the same config: of a directory of the server's machine, ORG/NAME on the hub, or what
+   * Replaces the weights by others of the same config: of a directory of the server's machine, or what
    * `uploadWeights` returned. Returns the last message, which says what is served now; `onProgress` gets each one. `recompute`:
    * caches continue, and their KV is recomputed with the new weights. `keepKv`: they continue, and the KV that there is of them
    * stays. Otherwise they end. It is never retried.

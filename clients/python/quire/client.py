@@ -257,7 +257,7 @@ class Client(Caller):
 
         Args:
             adapter_id: Its name in calls: letters, digits and ._-/, at most 128, a letter or digit first.
-            source: An absolute path of a directory of the server's machine, or ORG/NAME on the hub.
+            source: An absolute path of a directory of the server's machine.
             files: A directory of this machine, or the contents of adapter_config.json and
                 adapter_model.safetensors by their names.
             pinned: Keep it in the memory of workers that have loaded it.
@@ -321,8 +321,7 @@ class Client(Caller):
         or ValueError for both `recompute` and `keep_kv`.
 
         Args:
-            source: An absolute path of a directory of the server's machine, ORG/NAME on the hub, or what
-                `upload_weights` returned.
+            source: An absolute path of a directory of the server, or what `upload_weights` returned.
             recompute: Caches continue, and their KV is recomputed with the new weights. Otherwise they end.
             keep_kv: Caches continue, and the KV that there is of them stays that of the previous weights.
             timeout_s: The timeout of the call. None: the client's.

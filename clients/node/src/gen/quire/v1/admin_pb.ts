@@ -137,8 +137,7 @@ export type LoadWeightsRequest = Message<"quire.v1.LoadWeightsRequest"> & {
   runtime: string;
 
   /**
-   * A directory on the server's machine, or a model's name on the Hugging Face hub, as `quire serve --model` takes
-   * it; or what UploadWeights answered.
+   * A directory on the server's machine, as `quire serve --model` takes it; or what UploadWeights answered.
    *
    * @generated from field: string source = 2;
    */

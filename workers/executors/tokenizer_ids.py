@@ -6,15 +6,14 @@ import json
 from typing import Any
 
 
-def difference(ours: bytes, other: bytes, *, with_added: bool = True) -> str:
+def difference(ours: bytes, other: bytes) -> str:
     """In what another tokenizer differs; "": in no token. Empty: there is none.
 
-    What is no tokenizer has no tokens. `with_added`: also in those that were added to the model's vocabulary.
-    Raises ValueError for what is no JSON.
+    What is no tokenizer has no tokens. Raises ValueError for what is no JSON.
     """
     if bool(ours) != bool(other):
         return f"{'it' if ours else 'the model'} has no tokenizer.json"
-    own, its = _ids(ours, with_added=with_added), _ids(other, with_added=with_added)
+    own, its = _ids(ours), _ids(other)
     for token, token_id in own.items():
         if its.get(token) != token_id:
             found = f"its id is {its[token]} there" if token in its else "which is not there"
@@ -23,12 +22,12 @@ def difference(ours: bytes, other: bytes, *, with_added: bool = True) -> str:
     return "" if more is None else f"that does not have its token {more!r}"
 
 
-def _ids(content: bytes, *, with_added: bool) -> dict[str, int]:
+def _ids(content: bytes) -> dict[str, int]:
     """The id of each token."""
     parsed: Any = json.loads(content) if content else {}
     if not isinstance(parsed, dict):
         return {}
-    model, added = parsed.get("model"), parsed.get("added_tokens") if with_added else None
+    model, added = parsed.get("model"), parsed.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, int] = {}
     if isinstance(vocab, dict):
