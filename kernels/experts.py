@@ -90,7 +90,7 @@ def route(
             Qwen3-MoE; Mixtral uses torch.float32.
         given: [T, k] int64, experts that are chosen whatever their scores, in the order in which they are
             summed. Not checked. A row that begins with -1 has none. None: no row has.
-        rule: What scores are, and which experts may be chosen. On a GPU only the default has a kernel.
+        rule: What scores are, and which experts may be chosen.
         correction: [E] float32, added to scores to choose by, and not to weights; None: there is none.
 
     Returns:
@@ -105,10 +105,10 @@ def route(
         raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
     if given is not None:
         check_tensor("given", given, (len(logits), k), (torch.int64,))
-    if logits.is_cuda and rule == BEST_SOFTMAX and correction is None:
+    if logits.is_cuda:
         from kernels.cuda import routing as cuda
 
-        return cuda.route(logits, k, normalize, dtype or logits.dtype, given)
+        return cuda.route(logits, k, normalize, dtype or logits.dtype, given, rule, correction)
     # [T, E]
     scores = sigmoid(logits.float()) if rule.sigmoid else functional.softmax(logits, -1, dtype=torch.float32)
     chosen_by = _of_best_groups(scores if correction is None else scores + correction, rule)
