@@ -20,7 +20,6 @@ token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -38,6 +37,7 @@ from kernels.gated_activation import (
 from kernels.gpu_experts import GpuExperts
 from kernels.linear import DenseWeight
 from kernels.lora import add_lora
+from kernels.routing_rule import BEST_SOFTMAX, RoutingRule
 from kernels.weight import Weight
 
 # Of gate_up and down: [E, 2 * I] and [E, C] contiguous, of the dtype of x.
@@ -45,29 +45,6 @@ Biases = tuple[torch.Tensor, torch.Tensor]
 # A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`. Quantised ones of
 # a GPU are together.
 ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights | GpuExperts
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingRule:
-    """How experts are chosen and weighted. The default is that of Mixtral and Qwen.
-
-    Attributes:
-        sigmoid: Scores are the sigmoids of logits, not their softmax. A group is then as good as its two best
-            experts, else as its best one.
-        groups: The experts are divided into so many groups of adjacent ones.
-        best_groups: Those of which experts are chosen.
-        scale: Multiplies the weights.
-        eps: Added to the sum by which scores are divided.
-    """
-
-    sigmoid: bool = False
-    groups: int = 1
-    best_groups: int = 1
-    scale: float = 1.0
-    eps: float = 0.0
-
-
-BEST_SOFTMAX = RoutingRule()
 
 
 def route(

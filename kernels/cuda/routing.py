@@ -23,7 +23,7 @@ import triton.language as tl
 
 from kernels.cuda.dependent_launch import wait
 from kernels.cuda.variant import Variant
-from kernels.experts import RoutingRule
+from kernels.routing_rule import RoutingRule
 
 # Of what experts are chosen by: that of NaN. Groups that are left out have the negative.
 HIGHEST = tl.constexpr(3.0e38)

@@ -7,8 +7,8 @@ import torch
 
 from kernels.cuda import routing
 from kernels.cuda.routing import BLOCK, CHUNK, group
-from kernels.experts import BEST_SOFTMAX, RoutingRule
 from kernels.experts import route as route_in_torch
+from kernels.routing_rule import BEST_SOFTMAX, RoutingRule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # More than one token, and so many experts of a token; powers of two, and not.
