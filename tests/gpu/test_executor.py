@@ -48,6 +48,7 @@ MODELS = {
         "kv_lora_rank": 80,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,
+        "head_dim": 16,  # as the library has it: of what is rotated
         "v_head_dim": 20,
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
