@@ -41,7 +41,7 @@ width of 256 needs 247 registers, sinks with 64 need 119. Keys of 192 and values
 Keys of 576 whose first 512 elements are values have tiles of their own. With 128 query heads nothing spills:
 
     device    rows   keys a tile   warps   stages   registers   shared memory   buffers of keys
-    sm_90     64     32            8       3        234         180 KiB         2
+    sm_90     64     32            8       3        234         180 KiB         3
     sm_89     32     16            8       3        162         73 KiB          2
 
 Batches with token trees have their own variant. With bfloat16 it does not spill: on sm_90 it needs 190
