@@ -20,7 +20,6 @@ token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -38,6 +37,7 @@ from kernels.gated_activation import (
 from kernels.gpu_experts import GpuExperts
 from kernels.linear import DenseWeight
 from kernels.lora import add_lora
+from kernels.routing_rule import BEST_SOFTMAX, RoutingRule
 from kernels.weight import Weight
 
 # Of gate_up and down: [E, 2 * I] and [E, C] contiguous, of the dtype of x.
@@ -45,29 +45,6 @@ Biases = tuple[torch.Tensor, torch.Tensor]
 # A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`. Quantised ones of
 # a GPU are together.
 ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights | GpuExperts
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingRule:
-    """How experts are chosen and weighted. The default is that of Mixtral and Qwen.
-
-    Attributes:
-        sigmoid: Scores are the sigmoids of logits, not their softmax. A group is then as good as its two best
-            experts, else as its best one.
-        groups: The experts are divided into so many groups of adjacent ones.
-        best_groups: Those of which experts are chosen.
-        scale: Multiplies the weights.
-        eps: Added to the sum by which scores are divided.
-    """
-
-    sigmoid: bool = False
-    groups: int = 1
-    best_groups: int = 1
-    scale: float = 1.0
-    eps: float = 0.0
-
-
-BEST_SOFTMAX = RoutingRule()
 
 
 def route(
@@ -90,7 +67,7 @@ def route(
             Qwen3-MoE; Mixtral uses torch.float32.
         given: [T, k] int64, experts that are chosen whatever their scores, in the order in which they are
             summed. Not checked. A row that begins with -1 has none. None: no row has.
-        rule: What scores are, and which experts may be chosen. On a GPU only the default has a kernel.
+        rule: What scores are, and which experts may be chosen.
         correction: [E] float32, added to scores to choose by, and not to weights; None: there is none.
 
     Returns:
@@ -105,10 +82,10 @@ def route(
         raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
     if given is not None:
         check_tensor("given", given, (len(logits), k), (torch.int64,))
-    if logits.is_cuda and rule == BEST_SOFTMAX and correction is None:
+    if logits.is_cuda:
         from kernels.cuda import routing as cuda
 
-        return cuda.route(logits, k, normalize, dtype or logits.dtype, given)
+        return cuda.route(logits, k, normalize, dtype or logits.dtype, given, rule, correction)
     # [T, E]
     scores = sigmoid(logits.float()) if rule.sigmoid else functional.softmax(logits, -1, dtype=torch.float32)
     chosen_by = _of_best_groups(scores if correction is None else scores + correction, rule)

@@ -30,6 +30,8 @@ from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues, Pages
 CUDA_WIDTHS = (64, 80, 96, 128, 256)
 # The supported pairs of different widths of keys and values: DeepSeek's latent attention in its plain form.
 CUDA_WIDTH_PAIRS = ((192, 128),)
+# The widest values that are in their keys, and the most elements of a key behind its value.
+CUDA_LATENT_WIDTHS = (512, 64)
 
 
 def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
@@ -75,14 +77,13 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         cpu.attend(out, query, k_pages, v_pages, batch, scoring)
         return out
     assert isinstance(k_pages, torch.Tensor)
-    if isinstance(v_pages, LeadingValues):
-        v_pages = k_pages[..., : v_pages.shape[3]]
-        return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
-    assert isinstance(v_pages, torch.Tensor)
-    if query.is_cuda and alibi_slopes is None and _has_cuda_kernel(query.shape[2], v_pages.shape[3]):
+    assert isinstance(v_pages, torch.Tensor | LeadingValues)
+    if query.is_cuda and alibi_slopes is None and _has_cuda_kernel(k_pages, v_pages):
         from kernels.cuda import paged_attention as cuda
 
         return cuda.paged_attention(query, k_pages, v_pages, batch, scoring, batch_invariant=batch_invariant)
+    if isinstance(v_pages, LeadingValues):
+        v_pages = k_pages[..., : v_pages.shape[3]]
     return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
 
 
@@ -131,7 +132,11 @@ def _check(
     scoring.check(heads, query.device)
 
 
-def _has_cuda_kernel(width: int, value_width: int) -> bool:
+def _has_cuda_kernel(k_pages: torch.Tensor, v_pages: torch.Tensor | LeadingValues) -> bool:
+    (kv_heads, width), value_width = k_pages.shape[2:], v_pages.shape[3]
+    if isinstance(v_pages, LeadingValues):
+        latent, rest = CUDA_LATENT_WIDTHS
+        return kv_heads == 1 and value_width <= latent and 0 < width - value_width <= rest
     if width == value_width:
         return width in CUDA_WIDTHS
     return (width, value_width) in CUDA_WIDTH_PAIRS

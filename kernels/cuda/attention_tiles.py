@@ -8,8 +8,14 @@ keys, one load would depend on another. The compiler pipelines neither of them t
 
 Parameters in kernels/attention_scoring.py that a model does not have are None. No code is compiled for them.
 
-Dimension letters: M rows; L keys of a tile; D width of a key, E the power of two not below it; V and F the
-same of a value; S tokens a page; H query heads; K key-value heads.
+Values may be the first elements of their keys, as in latent attention. They are then loaded once for both
+products, and keys are in two tiles: what is a value too, and the rest. Such pages have one key-value head. A
+program takes some of its query heads, as many as its rows have room for, and the kernels' K counts these
+parts.
+
+Dimension letters: M rows; L keys of a tile; D width of a key; V width of a value, F the power of two not
+below it; E that not below D, or if values are in keys not below D - V; S tokens a page; H query heads; K
+key-value heads.
 """
 
 from __future__ import annotations
@@ -57,6 +63,7 @@ class TileConfig:
         value_width: int,
         sliding_window: int | None,
         *,
+        in_keys: bool,
         early: bool = False,
         **others: Any,
     ) -> Variant:
@@ -68,18 +75,21 @@ class TileConfig:
             k_pages: The shape [pages, S, K, D].
             value_width: V.
             sliding_window: The number of positions that a token attends to; None: all.
+            in_keys: Whether values are the first elements of their keys.
             early: Whether launches begin early; see `Variant`.
             others: The constants that only this kernel has.
         """
         _, page_size, kv_heads, width = k_pages
-        group = heads // kv_heads
+        parts = self.parts_of_heads(heads, kv_heads, in_keys=in_keys)
+        group = heads // parts
         constexprs = {
-            "KV_HEADS": kv_heads,
+            "KV_HEADS": parts,
             "GROUP": group,
             "D": width,
-            "E": max(16, triton.next_power_of_2(width)),
+            "E": max(16, triton.next_power_of_2(width - value_width if in_keys else width)),
             "V": value_width,
             "F": max(16, triton.next_power_of_2(value_width)),
+            "IN_KEYS": in_keys,
             "PAGE_SIZE": page_size,
             "WINDOW": sliding_window or 0,
             "BLOCK_M": max(self.block_m, triton.next_power_of_2(group)),
@@ -87,11 +97,47 @@ class TileConfig:
         }
         return Variant(kernel, constexprs | others, self.num_warps, self.num_stages, early)
 
+    def parts_of_heads(self, heads: int, kv_heads: int, *, in_keys: bool) -> int:
+        """Over how many programs the query heads of a token are divided, equally.
+
+        One for each key-value head; of the only one of values that are in keys as few as have rows for them.
+        """
+        if not in_keys:
+            return kv_heads
+        fitting = range(min(self.block_m, heads), 0, -1)
+        return heads // next(group for group in fitting if heads % group == 0)
+
 
 def log2_scales(scoring: Scoring) -> tuple[float, float | None]:
     """The scale and the softcap of scores to base 2."""
     log2_e = math.log2(math.e)
     return scoring.scale * log2_e, None if scoring.softcap is None else scoring.softcap * log2_e
+
+
+@triton.jit
+def load_columns(queries, present, columns, WIDTH: tl.constexpr):
+    """The first WIDTH columns of queries at pointers [M, 1]; zeros beyond, and in rows not present."""
+    return tl.load(queries + columns[None, :], mask=present[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_query(
+    queries,  # pointers [M, 1]
+    present,  # [M]
+    columns,  # [E]
+    value_columns,  # [F]
+    D: tl.constexpr,
+    V: tl.constexpr,
+    IN_KEYS: tl.constexpr,
+):
+    """The tile or the two tiles of queries that `attend_keys` takes."""
+    if IN_KEYS:
+        query = load_columns(queries, present, value_columns, V)  # [M, F]
+        rest = load_columns(queries + V, present, columns, D - V)  # [M, E]
+    else:
+        query = load_columns(queries, present, columns, D)  # [M, E]
+        rest = query  # not read
+    return query, rest
 
 
 @triton.jit
@@ -201,10 +247,11 @@ def attend_keys(
     attended,  # [M, F] float32, weighted sum of values so far
     total,  # [M] float32, sum of weights so far
     highest,  # [M] float32, largest score so far
-    query,  # [M, E]
+    query,  # [M, E], or with IN_KEYS [M, F]
+    query_rest,  # [M, E]; not read without IN_KEYS
     row_positions,  # [M] int32, position of the token of each row
     k_head,  # pointer to this head of the first slot of page 0
-    v_head,
+    v_head,  # not read with IN_KEYS
     table,  # pointer to the page numbers of this item
     begin,
     end,
@@ -221,6 +268,7 @@ def attend_keys(
     E: tl.constexpr,
     V: tl.constexpr,
     F: tl.constexpr,
+    IN_KEYS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Attend to the keys begin .. end - 1 with all rows. Returns the new (attended, total, highest)."""
@@ -232,8 +280,14 @@ def attend_keys(
         following = keys + TILE
         pages = tl.load(table + following // PAGE_SIZE, mask=following < end, other=0).to(tl.int64)
 
-        key = load_rows(k_head, slots, keys < end, KV_HEADS * D, D, E, MASKED)  # [L, E]
-        products = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, L]
+        if IN_KEYS:
+            value = load_rows(k_head, slots, keys < end, D, V, F, MASKED)  # [L, F]
+            rest = load_rows(k_head + V, slots, keys < end, D, D - V, E, MASKED)  # [L, E]
+            products = tl.dot(query, tl.trans(value), input_precision="ieee")  # [M, L]
+            products = tl.dot(query_rest, tl.trans(rest), products, input_precision="ieee")
+        else:
+            key = load_rows(k_head, slots, keys < end, KV_HEADS * D, D, E, MASKED)  # [L, E]
+            products = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, L]
         positions = keys
         if ancestors is not None:
             positions = tree_positions(keys, root, depths)
@@ -250,7 +304,9 @@ def attend_keys(
         correction = tl.exp2(highest - raised)  # [M]
         highest = raised
         total = total * correction + tl.sum(weights, 1)
-        value = load_rows(v_head, slots, keys < end, KV_HEADS * V, V, F, MASKED)  # [L, F]
+        if not IN_KEYS:
+            value = load_rows(v_head, slots, keys < end, KV_HEADS * V, V, F, MASKED)  # [L, F]
         attended = attended * correction[:, None]
-        attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
+        weights = weights.to(value.dtype)  # type: ignore[possibly-undefined]
+        attended = tl.dot(weights, value, attended, input_precision="ieee")
     return attended, total, highest

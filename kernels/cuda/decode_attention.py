@@ -21,7 +21,8 @@ Three programs run on a multiprocessor at once. With a width of 256, tiles of 64
 tiles of 16 do not.
 
 The optional parameters of kernels/attention_scoring.py need up to 2 more registers. Keys of 192 and values of
-128 need 72 registers and 57 KiB, with the tiles of a width of 256.
+128 need 72 registers and 57 KiB, with the tiles of a width of 256. Keys of 576 whose first 512 elements are
+values need 242 registers and 91 KiB, for 2 buffers of 32 keys.
 
 Dimension letters: N items; H query heads; K key-value heads; G = H / K; D width of a key, E the power of two
 not below it; V and F the same of a value; P pages in the longest page table; S tokens a page; U units of
@@ -41,6 +42,7 @@ from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
     attend_keys,
+    load_query,
     log2_scales,
     with_sinks,
 )
@@ -48,15 +50,21 @@ from kernels.cuda.decode_parts import arrives_last, combine_parts, part_of
 from kernels.cuda.decode_plan import DecodePlan
 from kernels.cuda.dependent_launch import wait
 from kernels.cuda.variant import Variant
+from kernels.packed_pages import LeadingValues
 
 # Elements of the results of parts that a program combines at once: 16 of each of its threads.
 COMBINED = 2048
 
 
-def config_for(dtype: torch.dtype, width: int) -> TileConfig:
-    """The configuration for a dtype and head width, the wider of keys and values."""
+def config_for(dtype: torch.dtype, width: int, *, in_keys: bool = False) -> TileConfig:
+    """The configuration for a dtype and head width, the wider of keys and values.
+
+    `in_keys`: values are the first elements of their keys.
+    """
     if dtype is torch.float32:
-        return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=3)
+        return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=2 if in_keys else 3)
+    if in_keys:
+        return TileConfig(block_m=16, tile=32, num_warps=4, num_stages=3)
     if width <= 64:
         return TileConfig(block_m=16, tile=64, num_warps=4, num_stages=4)
     return TileConfig(block_m=16, tile=64 if width <= 128 else 32, num_warps=4, num_stages=3)
@@ -76,7 +84,7 @@ def decode_kernel(
     arrived,  # [K, U], zeros before and after
     query,  # [N, H, D]
     k_pages,  # [pages, S, K, D]
-    v_pages,  # [pages, S, K, V]
+    v_pages,  # [pages, S, K, V]; not read with IN_KEYS
     page_tables,  # [N, P]
     context_lens,  # [N]
     sinks,  # [H] float32, or None
@@ -93,6 +101,7 @@ def decode_kernel(
     E: tl.constexpr,
     V: tl.constexpr,
     F: tl.constexpr,
+    IN_KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -127,11 +136,15 @@ def decode_kernel(
     begin = oldest + part * tiles_a_part * TILE
     end = tl.minimum(begin + tiles_a_part * TILE, context)
 
-    query_tile = tl.load(
-        query + item * query_stride + heads[:, None] * head_stride + columns[None, :],
-        mask=present[:, None] & (columns < D)[None, :],
-        other=0.0,
-    )  # [M, E]
+    query_tile, query_rest = load_query(
+        query + item * query_stride + heads[:, None] * head_stride,
+        present,
+        columns,
+        value_columns,
+        D,
+        V,
+        IN_KEYS,
+    )
     attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -140,9 +153,10 @@ def decode_kernel(
         total,
         highest,
         query_tile,
+        query_rest,
         tl.full([BLOCK_M], 0, tl.int32) + (context - 1),
-        k_pages + kv_head * D,
-        v_pages + kv_head * V,
+        k_pages + (0 if IN_KEYS else kv_head * D),
+        v_pages + (0 if IN_KEYS else kv_head * V),
         page_tables + item * table_stride,
         begin,
         end,
@@ -159,6 +173,7 @@ def decode_kernel(
         E,
         V,
         F,
+        IN_KEYS,
         TILE,
     )
     if SPLIT:
@@ -205,11 +220,12 @@ def _variant(
     value_width: int,
     sliding_window: int | None,
     *,
+    in_keys: bool,
     split: bool,
     combined: int,
 ) -> Variant:
-    config = config_for(dtype, max(k_pages[3], value_width))
-    rows = triton.next_power_of_2(heads // k_pages[2])
+    config = config_for(dtype, max(k_pages[3], value_width), in_keys=in_keys)
+    rows = triton.next_power_of_2(heads // config.parts_of_heads(heads, k_pages[2], in_keys=in_keys))
     chunk = max(1, combined // (rows * triton.next_power_of_2(value_width)))
     return config.variant(
         decode_kernel,
@@ -217,6 +233,7 @@ def _variant(
         k_pages,
         value_width,
         sliding_window,
+        in_keys=in_keys,
         early=True,
         SPLIT=split,
         R=rows,
@@ -228,7 +245,7 @@ def decode_attention(
     out: torch.Tensor,
     query: torch.Tensor,
     k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    v_pages: torch.Tensor | LeadingValues,
     page_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scoring: Scoring,
@@ -243,15 +260,14 @@ def decode_attention(
         out: [N, H, V] contiguous, dtype of query. The rows of items without context become zeros.
         query: [N, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
-        v_pages: [pages, S, K, V] contiguous; dtype of query.
+        v_pages: [pages, S, K, V] contiguous; dtype of query. Or the first elements of the keys, with K = 1.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
         scoring: How scores become weights.
         plan: Which parts of items are read, of these lengths and the window; None: each item as a whole.
     """
     items, heads = query.shape[:2]
-    width = v_pages.shape[3]
-    kv_heads = k_pages.shape[2]
+    width, in_keys = v_pages.shape[3], isinstance(v_pages, LeadingValues)
     if items == 0:
         return
     units, lists = items, tuple[torch.Tensor | None, ...]([None] * 5)
@@ -262,17 +278,23 @@ def decode_attention(
             for rest in ((width,), ())
         )
         lists = results, sums, plan.first_units, plan.unit_items, plan.arrived
-    split = plan is not None
     variant = _variant(
-        query.dtype, heads, k_pages.shape, width, scoring.sliding_window, split=split, combined=COMBINED
+        query.dtype,
+        heads,
+        k_pages.shape,
+        width,
+        scoring.sliding_window,
+        in_keys=in_keys,
+        split=plan is not None,
+        combined=COMBINED,
     )
     variant.launch(
-        (units, kv_heads),
+        (units, variant.constexprs["KV_HEADS"]),
         out,
         *lists,
         query,
         k_pages,
-        v_pages,
+        k_pages if in_keys else v_pages,
         page_tables,
         context_lens,
         scoring.sinks,

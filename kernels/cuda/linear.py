@@ -49,6 +49,7 @@ def sum_of_part(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     LENGTH: tl.constexpr,  # of a part
+    X_ROW: tl.constexpr,  # the stride of rows of x
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -60,7 +61,7 @@ def sum_of_part(
     for step in range(tl.cdiv(tl.minimum(LENGTH, INPUTS - first), K)):
         column = first + step * K + tl.arange(0, K)[None, :]  # [1, K]
         is_input = column < INPUTS
-        rows = tl.load(x + row * INPUTS + column, mask=is_row & is_input, other=0.0)  # [M, K]
+        rows = tl.load(x + row * X_ROW + column, mask=is_row & is_input, other=0.0)  # [M, K]
         matrix = tl.load(
             weight + output[:, None] * INPUTS + column, mask=is_output[:, None] & is_input, other=0.0
         )  # [N, K]
@@ -95,13 +96,15 @@ def linear_kernel(
     if EARLY:
         fetch_rows(weight, output, OUTPUTS - 1, INPUTS, part * length, TILES_AHEAD * K)
     wait(EARLY)
-    total = sum_of_part(x, weight, row, output, num_rows, part, OUTPUTS, INPUTS, length, M, N, K)
+    total = sum_of_part(x, weight, row, output, num_rows, part, OUTPUTS, INPUTS, length, INPUTS, M, N, K)
     mask = (row < num_rows) & (output < OUTPUTS)[None, :]
     if ONE_PART:
         tl.store(out + (part * num_rows + row) * OUTPUTS + output[None, :], total, mask=mask)
     else:
         for later in range(1, SPLITS):
-            total += sum_of_part(x, weight, row, output, num_rows, later, OUTPUTS, INPUTS, length, M, N, K)
+            total += sum_of_part(
+                x, weight, row, output, num_rows, later, OUTPUTS, INPUTS, length, INPUTS, M, N, K
+            )
         if bias is not None:
             total += tl.load(bias + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
         tl.store(out + row * OUTPUTS + output[None, :], total.to(out.dtype.element_ty), mask=mask)
@@ -131,7 +134,7 @@ def add_parts_kernel(
     tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
 
 
-def _tile(dtype: torch.dtype) -> tuple[int, int, int]:
+def tile_for(dtype: torch.dtype) -> tuple[int, int, int]:
     """M, N and K."""
     # float32 is computed without tensor cores, which do not have its precision.
     return (64, 64, 32) if dtype is torch.float32 else (64, 128, 64)
@@ -139,14 +142,14 @@ def _tile(dtype: torch.dtype) -> tuple[int, int, int]:
 
 def splits_for(dtype: torch.dtype, outputs: int, inputs: int) -> int:
     """The number of parts of the inputs: enough programs for few rows. Not by the number of rows."""
-    _, outputs_a_tile, inputs_a_tile = _tile(dtype)
+    _, outputs_a_tile, inputs_a_tile = tile_for(dtype)
     wanted = -(-PROGRAMS // -(-outputs // outputs_a_tile))
     return max(1, min(wanted, -(-inputs // inputs_a_tile) // MIN_PART_TILES))
 
 
 @cache
 def _variant(dtype: torch.dtype, outputs: int, inputs: int, *, one_part: bool) -> Variant:
-    constexprs = {"OUTPUTS": outputs, "INPUTS": inputs} | dict(zip("MNK", _tile(dtype), strict=True))
+    constexprs = {"OUTPUTS": outputs, "INPUTS": inputs} | dict(zip("MNK", tile_for(dtype), strict=True))
     splits = splits_for(dtype, outputs, inputs)
     constexprs |= {"SPLITS": splits, "ONE_PART": one_part}
     # Whoever adds the parts has two tiles of sums, which with 4 warps would spill before sm_90.
@@ -165,7 +168,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     outputs, inputs = weight.shape
     rows, splits = len(x), splits_for(x.dtype, outputs, inputs)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    rows_a_tile, outputs_a_tile, _ = _tile(x.dtype)
+    rows_a_tile, outputs_a_tile, _ = tile_for(x.dtype)
     programs = triton.cdiv(rows, rows_a_tile) * triton.cdiv(outputs, outputs_a_tile)
     # With half of the multiprocessors busy, to write and read sums would cost more than it gains.
     one_part = splits > 1 and 2 * programs < PROGRAMS

@@ -26,6 +26,7 @@ from kernels.cuda.decode_attention import config_for, decode_attention
 from kernels.cuda.decode_plan import DecodePlan, num_units_for, plan_units
 from kernels.cuda.prefill_attention import prefill_attention
 from kernels.cuda.variant import SHARED_BYTES
+from kernels.packed_pages import LeadingValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def limits_of(device: torch.device) -> DeviceLimits:
 def paged_attention(
     query: torch.Tensor,
     k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    v_pages: torch.Tensor | LeadingValues,
     batch: AttentionBatch,
     scoring: Scoring,
     *,
@@ -63,7 +64,7 @@ def paged_attention(
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
-        v_pages: [pages, S, K, V] contiguous; dtype of query.
+        v_pages: [pages, S, K, V] contiguous; dtype of query. Or the first elements of the keys, with K = 1.
         batch: Rows and pages of the items, on the device of query; rows of page_tables are contiguous.
         scoring: How scores become weights.
         batch_invariant: The bits of a row must depend on its sequence only.
@@ -75,17 +76,19 @@ def paged_attention(
     out = torch.empty(shape, dtype=query.dtype, device=query.device)  # [T, H, V]
     limits = limits_of(query.device)
     items = len(batch.query_lens)
-    page_size, kv_heads = k_pages.shape[1:3]
+    page_size = k_pages.shape[1]
     trees = batch.trees
     others = (item for item, length in enumerate(batch.query_lens) if length != 1)
     decodes = 0 if batch_invariant else next(others, items)
     if trees is not None:
         decodes = min(decodes, next(item for item, is_tree in enumerate(trees.is_tree) if is_tree))
     if decodes:
-        tile = config_for(query.dtype, max(query.shape[2], v_pages.shape[3])).tile
+        in_keys = isinstance(v_pages, LeadingValues)
+        config = config_for(query.dtype, max(query.shape[2], v_pages.shape[3]), in_keys=in_keys)
+        programs = config.parts_of_heads(query.shape[1], k_pages.shape[2], in_keys=in_keys)
         capacity = batch.page_tables.shape[1] * page_size
         longest = min(capacity, scoring.sliding_window or capacity)
-        units = num_units_for(decodes, kv_heads, longest, limits.multiprocessors)
+        units = num_units_for(decodes, programs, longest, limits.multiprocessors)
         decode_attention(
             out[:decodes],
             query[:decodes],
@@ -94,7 +97,7 @@ def paged_attention(
             batch.page_tables[:decodes],
             batch.context_lens[:decodes],
             scoring,
-            _plan(batch, decodes, units, scoring.sliding_window, tile, kv_heads),
+            _plan(batch, decodes, units, scoring.sliding_window, config.tile, programs),
         )
     if decodes < items:
         prefill_attention(

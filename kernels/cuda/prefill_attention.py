@@ -38,6 +38,12 @@ The optional parameters of kernels/attention_scoring.py fit the same tiles: on s
 width of 256 needs 247 registers, sinks with 64 need 119. Keys of 192 and values of
 128 need 140 registers and 136 KiB, with the tiles of a width of 256.
 
+Keys of 576 whose first 512 elements are values have tiles of their own. With 128 query heads nothing spills:
+
+    device    rows   keys a tile   warps   stages   registers   shared memory   buffers of keys
+    sm_90     64     32            8       3        234         180 KiB         3
+    sm_89     32     16            8       3        162         73 KiB          2
+
 Batches with token trees have their own variant. With bfloat16 it does not spill: on sm_90 it needs 190
 registers for a width of 128, and 254 for soft-capping with 256. With float32 and widths below 256 it may
 spill 8 or 16 bytes.
@@ -61,21 +67,24 @@ from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
     attend_keys,
+    load_query,
     log2_scales,
     tree_of,
     tree_positions,
     with_sinks,
 )
 from kernels.cuda.variant import SHARED_BYTES, Variant
+from kernels.packed_pages import LeadingValues
 
 
-def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
+def config_for(dtype: torch.dtype, width: int, shared_bytes: int, *, in_keys: bool = False) -> TileConfig:
     """The configuration for a dtype and head width.
 
     Args:
         dtype: Of queries, keys and values.
         width: The wider of D and V.
         shared_bytes: The shared memory that a program may use on the device.
+        in_keys: Values are the first elements of their keys.
 
     Raises:
         ValueError: The device has too little shared memory.
@@ -85,6 +94,8 @@ def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
             f"prefill attention needs {SHARED_BYTES[89] >> 10} KiB of shared memory a program,"
             f" and this device has {shared_bytes >> 10} KiB"
         )
+    if in_keys:
+        return _config_in_keys(dtype, shared_bytes)
     if dtype is torch.float32:
         # With 3 stages Triton 3.6 spills for keys of 192 and values of 128. Others have no room for 4 stages.
         return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=4 if width == 192 else 3)
@@ -93,6 +104,15 @@ def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
     if width <= 128:
         return TileConfig(block_m=128, tile=32, num_warps=8, num_stages=3)
     return TileConfig(block_m=64, tile=16, num_warps=8, num_stages=3)
+
+
+def _config_in_keys(dtype: torch.dtype, shared_bytes: int) -> TileConfig:
+    """For values that are in their keys, of up to 512 and 64 elements more."""
+    if dtype is torch.float32:
+        return TileConfig(block_m=16, tile=16, num_warps=4, num_stages=2)
+    if shared_bytes >= SHARED_BYTES[90]:
+        return TileConfig(block_m=64, tile=32, num_warps=8, num_stages=3)
+    return TileConfig(block_m=32, tile=16, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -139,7 +159,7 @@ def prefill_kernel(
     out,  # [T, H, V]
     query,  # [T, H, D]
     k_pages,  # [pages, S, K, D]
-    v_pages,  # [pages, S, K, V]
+    v_pages,  # [pages, S, K, V]; not read with IN_KEYS
     page_tables,  # [N, P]
     query_starts,  # [N + 1]
     context_lens,  # [N]
@@ -159,6 +179,7 @@ def prefill_kernel(
     E: tl.constexpr,
     V: tl.constexpr,
     F: tl.constexpr,
+    IN_KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     BATCH_INVARIANT: tl.constexpr,
@@ -197,18 +218,22 @@ def prefill_kernel(
         oldest = tl.minimum(oldest, root)
     begin = first_key(oldest, WINDOW, BATCH_INVARIANT, TILE)
 
-    query_tile = tl.load(
-        query + token_rows[:, None] * query_stride + heads[:, None] * head_stride + columns[None, :],
-        mask=present[:, None] & (columns < D)[None, :],
-        other=0.0,
-    )  # [M, E]
+    query_tile, query_rest = load_query(
+        query + token_rows[:, None] * query_stride + heads[:, None] * head_stride,
+        present,
+        columns,
+        value_columns,
+        D,
+        V,
+        IN_KEYS,
+    )
     attended = tl.zeros([BLOCK_M, F], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-    k_head = k_pages + kv_head * D
-    v_head = v_pages + kv_head * V
+    k_head = k_pages + (0 if IN_KEYS else kv_head * D)
+    v_head = v_pages + (0 if IN_KEYS else kv_head * V)
     table = page_tables + item.to(tl.int64) * table_stride
-    if WINDOW == 0 and not BATCH_INVARIANT:
+    if WINDOW == 0 and not BATCH_INVARIANT and not IN_KEYS:
         # Padding items begin at a negative position.
         bulk_end = tl.maximum(oldest + 1, 0) // TILE * TILE
         attended, total, highest = attend_keys(
@@ -216,6 +241,7 @@ def prefill_kernel(
             total,
             highest,
             query_tile,
+            query_rest,
             positions,
             k_head,
             v_head,
@@ -235,6 +261,7 @@ def prefill_kernel(
             E,
             V,
             F,
+            IN_KEYS,
             TILE,
         )
         begin = bulk_end
@@ -243,6 +270,7 @@ def prefill_kernel(
         total,
         highest,
         query_tile,
+        query_rest,
         positions,
         k_head,
         v_head,
@@ -262,6 +290,7 @@ def prefill_kernel(
         E,
         V,
         F,
+        IN_KEYS,
         TILE,
     )
     total = with_sinks(total, highest, sinks, heads, present)
@@ -280,11 +309,18 @@ def _variant(
     sliding_window: int | None,
     shared_bytes: int,
     *,
+    in_keys: bool,
     batch_invariant: bool,
 ) -> Variant:
-    config = config_for(dtype, max(k_pages[3], value_width), shared_bytes)
+    config = config_for(dtype, max(k_pages[3], value_width), shared_bytes, in_keys=in_keys)
     return config.variant(
-        prefill_kernel, heads, k_pages, value_width, sliding_window, BATCH_INVARIANT=batch_invariant
+        prefill_kernel,
+        heads,
+        k_pages,
+        value_width,
+        sliding_window,
+        in_keys=in_keys,
+        BATCH_INVARIANT=batch_invariant,
     )
 
 
@@ -292,7 +328,7 @@ def prefill_attention(
     out: torch.Tensor,
     query: torch.Tensor,
     k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    v_pages: torch.Tensor | LeadingValues,
     page_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
@@ -311,7 +347,7 @@ def prefill_attention(
         out: [T, H, V] contiguous, dtype of query. The rows of items without context become zeros.
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
-        v_pages: [pages, S, K, V] contiguous; dtype of query.
+        v_pages: [pages, S, K, V] contiguous; dtype of query. Or the first elements of the keys, with K = 1.
         page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
         query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end, relative to
             the first entry, so that a slice of a batch is a batch. Rows after the end are not written.
@@ -322,7 +358,7 @@ def prefill_attention(
         batch_invariant: The bits of a row must depend on its sequence only.
     """
     rows, heads, _ = query.shape
-    kv_heads = k_pages.shape[2]
+    in_keys = isinstance(v_pages, LeadingValues)
     items = len(context_lens)
     if rows == 0:
         return
@@ -333,16 +369,17 @@ def prefill_attention(
         v_pages.shape[3],
         scoring.sliding_window,
         shared_bytes,
+        in_keys=in_keys,
         batch_invariant=batch_invariant,
     )
     tokens_a_block = variant.constexprs["BLOCK_M"] // variant.constexprs["GROUP"]
     blocks = rows // tokens_a_block + items
     variant.launch(
-        (blocks * kv_heads,),
+        (blocks * variant.constexprs["KV_HEADS"],),
         out,
         query,
         k_pages,
-        v_pages,
+        k_pages if in_keys else v_pages,
         page_tables,
         query_starts,
         context_lens,

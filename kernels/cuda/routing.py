@@ -23,7 +23,10 @@ import triton.language as tl
 
 from kernels.cuda.dependent_launch import wait
 from kernels.cuda.variant import Variant
+from kernels.routing_rule import RoutingRule
 
+# Of what experts are chosen by: that of NaN. Groups that are left out have the negative.
+HIGHEST = tl.constexpr(3.0e38)
 # B and C.
 BLOCK = 64
 CHUNK = 1024
@@ -42,12 +45,38 @@ def scores_at(scores, expert, chosen, choice, TOP_K: tl.constexpr):
 
 
 @triton.jit
+def among_best_groups(chosen_by, expert, inside, RULE: tl.constexpr, EXPERTS: tl.constexpr):
+    """Whether experts [E] are in one of the best groups of a token. Of equal groups the first is better."""
+    groups: tl.constexpr = RULE.groups
+    best_groups: tl.constexpr = RULE.best_groups
+    size: tl.constexpr = EXPERTS // groups
+    padded: tl.constexpr = triton.next_power_of_2(groups)
+    group = tl.arange(0, padded)
+    worth = tl.full([padded], float("-inf"), tl.float32)
+    for number in tl.static_range(groups):
+        own = tl.where(inside & (expert // size == number), chosen_by, float("-inf"))
+        best = tl.max(own, 0)
+        if RULE.sigmoid:  # the sum of the two best
+            place = tl.argmax(own, 0)
+            best += tl.max(tl.where(expert == place, float("-inf"), own), 0)
+        worth = tl.where(group == number, best, worth)
+    allowed = expert < 0
+    for _ in tl.static_range(best_groups):
+        best_group = tl.argmax(worth, 0)
+        allowed = allowed | (expert // size == best_group)
+        worth = tl.where(group == best_group, float("-inf"), worth)
+    return allowed
+
+
+@triton.jit
 def route_kernel(
     expert_ids,  # [T, k] contiguous, written
     expert_weights,  # [T, k] contiguous, written
     logits,  # [T, E]
     given,  # [T, k] contiguous, or None
+    correction,  # [E] float32, or None
     logits_stride,
+    RULE: tl.constexpr,  # a RoutingRule
     NORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,  # k
     EXPERTS: tl.constexpr,  # E
@@ -61,21 +90,30 @@ def route_kernel(
     expert, choice = tl.arange(0, E), tl.arange(0, K)
     inside = expert < EXPERTS
     row = tl.load(logits + token * logits_stride + expert, mask=inside, other=float("-inf")).to(tl.float32)
-    scores = tl.exp(row - tl.max(row, 0))  # [E]
-    scores = scores / tl.sum(scores, 0)
-    left = tl.where(inside, tl.where(scores >= 0, scores, 2.0), -1.0)
+    if RULE.sigmoid:
+        scores = 1.0 / (1.0 + tl.exp(-row))  # [E]
+    else:
+        scores = tl.exp(row - tl.max(row, 0))  # [E]
+        scores = scores / tl.sum(scores, 0)
+    left = scores
+    if correction is not None:
+        left += tl.load(correction + expert, mask=inside, other=0.0)
+    left = tl.where(left >= -HIGHEST, left, HIGHEST)
+    if RULE.groups > 1:
+        left = tl.where(among_best_groups(left, expert, inside, RULE, EXPERTS), left, -HIGHEST)
+    left = tl.where(inside, left, float("-inf"))
     chosen = tl.zeros([K], tl.int32)
     for place in tl.static_range(TOP_K):
         best = tl.min(tl.where(left == tl.max(left, 0), expert, E), 0)
         chosen = tl.where(choice == place, best, chosen)
-        left = tl.where(expert == best, -1.0, left)
+        left = tl.where(expert == best, float("-inf"), left)
     if given is not None:
         told = tl.load(given + token * TOP_K + choice, mask=choice < TOP_K, other=0).to(tl.int32)
         is_told = tl.sum(tl.where(choice == 0, told, 0), 0) >= 0
         chosen = tl.where(is_told, told, chosen)
     weights = scores_at(scores, expert, chosen, choice, TOP_K)
     if NORMALIZE:
-        total = tl.sum(weights, 0)
+        total = tl.sum(weights, 0) + RULE.eps
         weights = weights / total
         if given is not None:
             # The scores of experts that the router would never choose may all be rounded to 0.
@@ -85,7 +123,9 @@ def route_kernel(
             weights = tl.where(total > 0, weights, alone / tl.sum(alone, 0))
     to = token * TOP_K + choice
     tl.store(expert_ids + to, chosen.to(tl.int64), mask=choice < TOP_K)
-    tl.store(expert_weights + to, weights.to(expert_weights.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(
+        expert_weights + to, (weights * RULE.scale).to(expert_weights.dtype.element_ty), mask=choice < TOP_K
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs", "pairs_a_program"])
@@ -134,8 +174,9 @@ def group_kernel(
 
 
 @cache
-def _route(experts: int, top_k: int, *, normalize: bool) -> Variant:
+def _route(experts: int, top_k: int, rule: RoutingRule, *, normalize: bool) -> Variant:
     constexprs = {
+        "RULE": rule,
         "NORMALIZE": normalize,
         "TOP_K": top_k,
         "EXPERTS": experts,
@@ -153,7 +194,13 @@ def _group(experts: int) -> Variant:
 
 
 def route(
-    logits: torch.Tensor, k: int, normalize: bool, dtype: torch.dtype, given: torch.Tensor | None
+    logits: torch.Tensor,
+    k: int,
+    normalize: bool,
+    dtype: torch.dtype,
+    given: torch.Tensor | None,
+    rule: RoutingRule,
+    correction: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch `route_kernel`; see `kernels.experts.route`. Arguments are checked.
 
@@ -165,8 +212,8 @@ def route(
     if tokens:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         given = None if given is None else given.contiguous()
-        _route(experts, k, normalize=normalize).launch(
-            (tokens,), ids, weights, logits, given, logits.stride(0)
+        _route(experts, k, rule, normalize=normalize).launch(
+            (tokens,), ids, weights, logits, given, correction, logits.stride(0)
         )
     return ids, weights
 

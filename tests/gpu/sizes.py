@@ -10,11 +10,12 @@ import torch
 
 from kernels.few_rows_tiles import Tiles
 from tests.kernels.conftest import INTERPRETED
-from workers.kv.tensors import KvTensors, LayerKv
+from workers.kv.tensors import KvTensors
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.few_rows import Place, TilesOfPlaces
+from workers.models.model import new_pages
 
 T = TypeVar("T")
 
@@ -89,12 +90,40 @@ def layers_of_gemma3(max_positions: int) -> ModelConfig:
     )
 
 
+def layers_of_deepseek_v3(max_positions: int) -> ModelConfig:
+    """A dense layer and one with experts: the heads of DeepSeek-V3, fewer experts; narrow in a rehearsal."""
+    return ModelConfig.from_settings(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": sized(32_000, 97),
+            "hidden_size": sized(2048, 64),
+            "intermediate_size": sized(4096, 96),
+            "num_hidden_layers": 2,
+            "num_attention_heads": sized(128, 2),
+            "num_key_value_heads": sized(128, 2),
+            "q_lora_rank": sized(1536, 24),
+            "kv_lora_rank": sized(512, 48),
+            "qk_rope_head_dim": sized(64, 16),
+            "qk_nope_head_dim": sized(128, 16),
+            "v_head_dim": sized(128, 20),
+            "n_routed_experts": sized(32, 4),
+            "num_experts_per_tok": sized(8, 2),
+            "n_group": sized(8, 2),
+            "topk_group": sized(4, 1),
+            "moe_intermediate_size": sized(512, 48),
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": max_positions,
+        }
+    )
+
+
 def layers_of_each_kind(max_positions: int) -> dict[str, ModelConfig]:
-    """A dense model, one with experts and one with windows, all with the same vocabulary."""
+    """A dense model, and those with experts, windows and latents, all with the same vocabulary."""
     return {
         "dense": layers_of_qwen3_8b(max_positions),
         "experts": layers_of_qwen3_moe(max_positions),
         "windows": layers_of_gemma3(max_positions),
+        "latents": layers_of_deepseek_v3(max_positions),
     }
 
 
@@ -119,16 +148,9 @@ class FirstTiles(TilesOfPlaces):
         return place.tiles[0] if place.tiles else None
 
 
-def nan_kv(config: ModelConfig, num_pages: int, device: torch.device) -> KvTensors:
+def nan_kv(decoder: Decoder, num_pages: int) -> KvTensors:
     """Pages whose unused slots hold NaN."""
-    shape = LayerKv(config.num_key_value_heads, config.head_dim, config.head_dim)
-    kv = KvTensors(
-        [shape] * config.num_hidden_layers,
-        num_pages=num_pages,
-        page_size=16,
-        dtype=MODEL_DTYPE,
-        device=device,
-    )
+    kv = new_pages(decoder, num_pages)
     for layer in range(kv.num_layers):
         for pages in kv.layer(layer):
             pages.data.fill_(torch.nan)

@@ -35,7 +35,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, device: torch.device) -
         need_compiled()
         decoder.pack()
     decoder.batch_invariant = True
-    kv, packer = nan_kv(decoder.config, PAGES, device), HandPacker(16, range(1, PAGES))
+    kv, packer = nan_kv(decoder, PAGES), HandPacker(16, range(1, PAGES))
     runner = CudaGraphRunner(
         decoder, kv, max_rows=MAX_ROWS, max_seq_len=4096, capture=repeat_launches if INTERPRETED else None
     )

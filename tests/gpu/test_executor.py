@@ -33,7 +33,8 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# A dense model, a mixture of experts, and one with two kinds of layers, windows, and norms on both sides.
+# A dense model, a mixture of experts, one with two kinds of layers, windows, and norms on both sides, and one
+# with latent attention, groups of experts and shared ones.
 MODELS = {
     "qwen3": {},
     "qwen3_moe": {
@@ -41,6 +42,21 @@ MODELS = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 80,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,  # as the library has it: of what is rotated
+        "v_head_dim": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
     },
     "gemma3_text": {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64},
 }

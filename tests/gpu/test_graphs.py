@@ -58,7 +58,7 @@ of_one_kind = pytest.mark.parametrize("decoder", KINDS[:1], indirect=True)
 
 def make_runner(decoder: Decoder, *, launched: bool) -> CudaGraphRunner:
     """With graphs, or with their launches."""
-    kv = nan_kv(decoder.config, PAGES, decoder.device)
+    kv = nan_kv(decoder, PAGES)
     capture = repeat_launches if launched or INTERPRETED else None
     return CudaGraphRunner(decoder, kv, max_rows=MAX_ROWS, max_seq_len=MAX_TOKENS, capture=capture)
 
@@ -214,7 +214,7 @@ def reserved_bytes() -> int:
 def test_a_failed_capture_leaves_the_device_as_it_was(
     decoder: Decoder, fail: Callable[[], object], succeed: int
 ) -> None:
-    kvs = [nan_kv(decoder.config, PAGES, decoder.device) for _ in range(2)]
+    kvs = [nan_kv(decoder, PAGES) for _ in range(2)]
     broken = Uncapturable(decoder, fail, succeed)
     runner = CudaGraphRunner(broken, kvs[0], max_rows=MAX_ROWS, max_seq_len=MAX_TOKENS)
     eager = EagerRunner(decoder, kvs[1])

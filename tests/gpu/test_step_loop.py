@@ -55,7 +55,7 @@ def decoder() -> Decoder:
 
 def start(decoder: Decoder, *, graphs: bool = True) -> LoopOnThread:
     """With pages of its own."""
-    kv = nan_kv(CONFIG, PAGES, decoder.device)
+    kv = nan_kv(decoder, PAGES)
     capture = repeat_launches if INTERPRETED else None
     runner = CudaGraphRunner(
         decoder, kv, max_rows=CALLERS, max_seq_len=MAX_TOKENS, graphs=graphs, capture=capture

@@ -18,6 +18,7 @@ import torch
 from kernels import paged_attention as module
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
+from kernels.packed_pages import LeadingValues
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import packed
 from tests.kernels.tree_batches import Tree, with_trees
@@ -257,9 +258,13 @@ def _in_eight_bits(rows: torch.Tensor) -> torch.Tensor:
     return (codes * scales).to(rows.dtype)
 
 
-def attend(case: Case, backend: str) -> torch.Tensor:
-    """The result of one of the backends above. With COMPILED, torch must not stand in for a kernel."""
-    tensors = case.query, case.k_pages, case.v_pages, case.batch
+def attend(case: Case, backend: str, *, in_keys: bool = False) -> torch.Tensor:
+    """The result of one of the backends above. With COMPILED, torch must not stand in for a kernel.
+
+    `in_keys`: values are read where keys have them.
+    """
+    values = LeadingValues(case.k_pages, case.v_pages.shape[3]) if in_keys else case.v_pages
+    tensors = case.query, case.k_pages, values, case.batch
     with pytest.MonkeyPatch.context() as patch:
         if backend.startswith(TRITON):
             from kernels.cuda import decode_attention, decode_plan

@@ -15,6 +15,7 @@ from tests.kernels.attention_case import (
     CAP_AND_SINKS,
     COMPILED,
     FEATURES,
+    SMALL,
     SPLIT,
     TORCH,
     TRITON,
@@ -113,6 +114,23 @@ def test_values_that_are_a_part_of_keys(
     pages = keys.dense(torch.arange(keys.shape[0]))
     exact = attend(replace(case, k_pages=pages, v_pages=pages[..., :value_width].contiguous()), TORCH)
     assert (found - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("backend", [TRITON, SPLIT, SMALL])
+@pytest.mark.parametrize(
+    ("width", "value_width", "heads"), [(48, 40, 20), (576, 512, 34)], ids=["narrow", "DeepSeek"]
+)
+@DTYPES
+def test_values_in_keys_on_a_gpu(
+    dtype: torch.dtype, width: int, value_width: int, heads: int, backend: str, device: str
+) -> None:
+    """Decodes, chunks and a tree; query heads of one or several programs. Slots without a token hold NaN."""
+    items: list[tuple[int | Tree, int]] = [(1, 70), (1, 0), (1, 17), (5, 40), (Tree((0, 0, 1, 1)), 25)]
+    case = make_case(items, device, width=width, group=heads, kv_heads=1, dtype=dtype)
+    values = [keys[..., :value_width] for keys in case.keys]
+    case = replace(case, v_pages=case.k_pages[..., :value_width], values=values)
+    case.check(attend(case, backend, in_keys=True), rounds_weights=True)
 
 
 @pytest.mark.parametrize("window", [None, 17])

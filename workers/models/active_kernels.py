@@ -9,7 +9,7 @@ import torch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.library import InstructionSetError, instruction_set, kernel_name
-from kernels.paged_attention import CUDA_WIDTHS
+from kernels.paged_attention import CUDA_LATENT_WIDTHS, CUDA_WIDTHS
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 
@@ -95,7 +95,11 @@ def check_cuda_device(device: torch.device) -> None:
 def check_cuda_kernels(config: ModelConfig) -> None:
     """Raises UnsupportedError for a model for which there are no CUDA kernels."""
     if config.latent is not None:
-        raise UnsupportedError(f"model_type: {config.model_type} has no native code on a CUDA device")
+        widths = {"kv_lora_rank": config.latent.latent, "qk_rope_head_dim": config.latent.rotated}
+        for (name, width), most in zip(widths.items(), CUDA_LATENT_WIDTHS, strict=True):
+            if width > most:
+                raise UnsupportedError(f"{name}: must be at most {most} on a CUDA device, got {width}")
+        return
     has_heads = any(layer.attention for layer in config.layers)
     if has_heads and config.head_dim not in CUDA_WIDTHS:
         known = ", ".join(map(str, CUDA_WIDTHS))

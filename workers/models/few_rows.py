@@ -25,6 +25,7 @@ from kernels.gated_activation import OF_THE_GATE, Activation, gated_activation
 from kernels.gpu_format import GpuFormat
 from kernels.gpu_weight import GpuWeight
 from kernels.linear import DenseWeight
+from workers.models.latent_attention import LatentAttention
 from workers.models.layers import Attention, ForwardContext, GatedMlp, Norm, Projected, Sublayer
 from workers.models.linear import Linear
 
@@ -243,7 +244,7 @@ def _products_of(sublayer: Sublayer) -> tuple[_Product, ...] | None:
     if isinstance(body, GatedMlp) and body.activation in OF_THE_GATE:
         into = _Product.of("gate_up", body.into, norm, body.activation)
         out = _Product.of("down", body.output, None, None)
-    elif isinstance(body, Attention) and not body.is_last:
+    elif isinstance(body, Attention | LatentAttention) and not body.is_last:
         into = _Product.of("qkv", body.into, norm, None)
         out = _Product.of("output", body.output, None, None)
     else:

@@ -13,19 +13,17 @@ rotated, and that are; V width of a value; L width of the latent; Q width of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
-from torch.nn import functional
 
-from kernels.cpu.kv_write import kv_write
-from kernels.linear import DenseWeight, linear
-from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues
+from kernels.head_products import HeadWeights, head_products, pack_heads
+from kernels.latent_rope_kv_write import latent_rope_kv_write
+from kernels.linear import DenseWeight
+from kernels.packed_pages import LeadingValues, PackedValues
 from kernels.paged_attention import paged_attention, paged_attention_without_first
 from kernels.rms_norm import rms_norm
-from kernels.rope import apply_rope_reference
-from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext, Projected
 from workers.models.linear import Linear, LoadTarget
@@ -87,87 +85,63 @@ class LatentAttention(Projected):
 
     def pack(self) -> None:
         super().pack()
-        self._of_keys, self._of_values = ([weight.packed() for weight in each] for each in self._absorbed)
+        self._of_keys, self._of_values = (pack_heads(weights) for weights in self._absorbed)
         del self._absorbed, self._key_value
 
     @cached_property
-    def _absorbed(self) -> tuple[list[Weight], list[Weight]]:
-        """The rows of `kv_b_proj` for keys, turned: [L, N] of each head; and those for values: [V, L]."""
+    def _absorbed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of `kv_b_proj` for keys, turned: [H, L, N]; and those for values: [H, V, L]."""
         sizes = self._sizes
         whole = self._key_value.weight.dense().view(self._heads, sizes.plain + sizes.value, sizes.latent)
         keys, values = torch.split(whole, [sizes.plain, sizes.value], dim=1)
-        return (
-            [DenseWeight(own.t().contiguous()) for own in keys],
-            [DenseWeight(own.contiguous()) for own in values],
-        )
+        return keys.transpose(1, 2).contiguous(), values.contiguous()
 
     @cached_property
-    def _of_keys(self) -> Sequence[Weight]:
+    def _of_keys(self) -> HeadWeights:
         return self._absorbed[0]
 
     @cached_property
-    def _of_values(self) -> Sequence[Weight]:
+    def _of_values(self) -> HeadWeights:
         return self._absorbed[1]
 
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """See `Projected`: [T, H * V] of the rows of `into`. Writes latents to their slots."""
         sizes = self._sizes
         before = projected.shape[1] - sizes.latent - sizes.rotated
-        queries, latent, rotated_key = torch.split(projected, [before, sizes.latent, sizes.rotated], dim=1)
+        rows, queries = projected[:, before:], None
+        if not self.is_last or len(context.inputs.wanted_rows):  # else only the latents are needed
+            queries = self._queries(projected[:, :before], context)
         keys = context.kv.layer(self.index)[0]
         assert not isinstance(keys, PackedValues)
-        latent = rms_norm(latent.contiguous(), self._latent_norm, _EPS)
-        key = torch.cat((latent, self._turned(rotated_key[:, None], context)[:, 0]), dim=1)
-        missing = keys.shape[3] - key.shape[1]  # pages may be wider, with zeros, which change no score
-        _write(functional.pad(key, (0, missing)), keys, context.inputs.slots)
-        if self.is_last and not len(context.inputs.wanted_rows):
-            return projected  # only the latents were needed
-        if self._query is not None:
-            (norm, query), invariant = self._query, context.batch_invariant
-            normed = rms_norm(queries.contiguous(), norm, _EPS)
-            queries = query(normed, context.lora_slots, batch_invariant=invariant)
-        return self._attend(queries.reshape(len(projected), self._heads, -1), missing, keys, context)
-
-    def _attend(
-        self, queries: torch.Tensor, missing: int, keys: torch.Tensor | PackedKeys, context: ForwardContext
-    ) -> torch.Tensor:
-        """[T, H, N + R] -> [T, H * V]."""
-        plain, rotated = torch.split(queries, [self._sizes.plain, self._sizes.rotated], dim=2)
-        absorbed = _by_head(plain, self._of_keys)  # [T, H, L]
-        query = torch.cat((absorbed, self._turned(rotated, context)), dim=2)
+        rotations = None if self._rope is None else context.rotations[self._rope]
+        query = latent_rope_kv_write(
+            rows,
+            queries,
+            self._latent_norm,
+            rotations,
+            context.inputs.slots,
+            keys,
+            _EPS,
+            interleaved=sizes.interleaved,
+        )  # [T, H, L + R], or wider
+        if queries is None or query is None:
+            return projected
+        head_products(queries[..., : sizes.plain], self._of_keys, out=query[..., : sizes.latent])
         attend = paged_attention_without_first if self._is_mtp_head else paged_attention
         attended = attend(
-            functional.pad(query, (0, missing)),
+            query,
             keys,
-            LeadingValues(keys, self._sizes.latent),
+            LeadingValues(keys, sizes.latent),
             context.inputs.attention,
             scale=self._config.attention_scale,
             batch_invariant=context.batch_invariant,
         )  # [T, H, L]
-        return _by_head(attended, self._of_values).flatten(1)
+        return head_products(attended, self._of_values).flatten(1)
 
-    def _turned(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Rotated by the positions, if the layer rotates: [T, H, R] -> [T, H, R]."""
-        if self._rope is None:
-            return x
-        if self._sizes.interleaved:
-            x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
-        return apply_rope_reference(x, context.rotations[self._rope])
-
-
-def _by_head(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
-    """The product of each head with a matrix of its own: [T, H, I] -> [T, H, O]."""
-    parts = x.transpose(0, 1).contiguous()  # [H, T, I]
-    products = [
-        linear(part, weight, batch_invariant=True) for part, weight in zip(parts, weights, strict=True)
-    ]
-    return torch.stack(products, dim=1)
-
-
-def _write(key: torch.Tensor, pages: torch.Tensor | PackedKeys, slots: torch.Tensor) -> None:
-    """Write keys [T, D] of the only head to their slots. Mutates `pages`."""
-    if isinstance(pages, PackedKeys):
-        kv_write(key[:, None], None, pages, None, slots)
-        return
-    used = slots >= 0
-    pages.flatten(0, 1).index_copy_(0, slots[used].long(), key[used][:, None])
+    def _queries(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, Q], or [T, H * (N + R)], -> [T, H, N + R]."""
+        if self._query is not None:
+            norm, query = self._query
+            normed = rms_norm(projected.contiguous(), norm, _EPS)
+            projected = query(normed, context.lora_slots, batch_invariant=context.batch_invariant)
+        return projected.view(len(projected), self._heads, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kernels.experts import BEST_SOFTMAX, RoutingRule
+from kernels.routing_rule import BEST_SOFTMAX, RoutingRule
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.family import CONV, EXPERTS, FULL, LINEAR, MLP, SLIDING, Family
 from workers.models.values import boolean, integer, non_negative_integer, number

@@ -142,13 +142,16 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def fewest_buffers(ttgir: str) -> int:
+def fewest_buffers(ttgir: str, *, in_keys: bool = False) -> int:
     """The fewest buffers of any tile that a matrix product reads in a loop.
 
     A pipelined tile of [L, E] is a mutable allocation of [buffers, L, E]. Each product reads one of its own;
-    if there are fewer such tiles than products, one of them was loaded without overlap: one buffer.
+    if there are fewer such tiles than products, one of them was loaded without overlap: one buffer. With
+    `in_keys` values are a part of keys, and two of three products read the same tile.
     """
     products = len(re.findall(r"= tt\.dot |\bwarp_group_dot ", ttgir)) if "scf.for" in ttgir else 0
+    if in_keys:
+        products = products * 2 // 3
     tiles = re.findall(r"ttg\.local_alloc\b.*memdesc<(\d+)x\d+x\d+x\w+,.*mutable", ttgir)
     if products == 0:
         return 0
@@ -191,7 +194,9 @@ def compile_and_read(case: Case) -> Compiled:
         registers=registers,
         stack_bytes=stack,
         shared_bytes=compiled.metadata.shared,
-        buffers=fewest_buffers(compiled.asm["ttgir"]),
+        buffers=fewest_buffers(
+            compiled.asm["ttgir"], in_keys=dict(case.launch.constexprs).get("IN_KEYS", False)
+        ),
         wgmma="wgmma.mma_async" in compiled.asm["ptx"],
         fetches="prefetch.global.L2" in compiled.asm["ptx"].partition("griddepcontrol.wait")[0],
     )

@@ -18,7 +18,7 @@ import triton
 from kernels.cuda import advance
 from kernels.cuda.prefill_attention import config_for
 from kernels.cuda.variant import SHARED_BYTES, Variant
-from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS
+from kernels.paged_attention import CUDA_LATENT_WIDTHS, CUDA_WIDTH_PAIRS, CUDA_WIDTHS
 from tests.kernels.cuda.compile_gate import (
     RECORDED,
     VERSIONS,
@@ -164,7 +164,8 @@ def test_what_does_not_compile_is_not_recorded(controls: list[Report], tmp_path:
 
 
 def test_widths_that_are_let_through_are_compiled() -> None:
-    allowed = {(width, width) for width in CUDA_WIDTHS} | set(CUDA_WIDTH_PAIRS)
+    latent, rest = CUDA_LATENT_WIDTHS
+    allowed = {(width, width) for width in CUDA_WIDTHS} | {*CUDA_WIDTH_PAIRS, (latent + rest, latent)}
     for kernel in ("decode_kernel", "prefill_kernel"):
         widths = re.compile(rf"{kernel} .* D=(\d+) E=\d+ V=(\d+) ")
         found = [widths.match(name) for name in recorded_names()]

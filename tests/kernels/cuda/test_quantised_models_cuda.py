@@ -59,6 +59,13 @@ def experts(path: Path) -> Path:
     return make_family_model(path / "experts", model_type, settings | sizes)
 
 
+def latents(path: Path) -> Path:
+    model_type, settings = settings_of("deepseek_v3")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "v_head_dim": 32, "q_lora_rank": 32}
+    sizes = {"num_hidden_layers": 2, "qk_rope_head_dim": 16, "moe_intermediate_size": 32}
+    return make_family_model(path / "latents", model_type, settings | heads | sizes)
+
+
 def apart(name: str) -> str:
     return "q8_0" if "up_proj" in name else "q4_0"
 
@@ -73,6 +80,7 @@ MODELS: dict[str, Callable[[Path], tuple[Path, str | None]]] = {
     "float8 in part": lambda path: (written(path, lambda made: make.float8(made, left=["v_proj"])), None),
     "q8_0": lambda path: (make_model(path, replace(SMALL, tied=True)), "q8_0"),
     "experts": lambda path: (write_gguf(path / "model.gguf", experts(path), apart), None),
+    "latents": lambda path: (latents(path), "q8_0"),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from kernels.cuda import routing
 from kernels.cuda.routing import BLOCK, CHUNK, group
 from kernels.experts import route as route_in_torch
+from kernels.routing_rule import BEST_SOFTMAX, RoutingRule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # More than one token, and so many experts of a token; powers of two, and not.
@@ -29,13 +30,15 @@ def route(
     normalize: bool = True,
     dtype: torch.dtype = torch.float32,
     given: torch.Tensor | None = None,
+    rule: RoutingRule = BEST_SOFTMAX,
+    correction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By the kernel, from rows with NaN beside them."""
     tokens, experts = logits.shape
     memory = torch.full((tokens, experts + 3), torch.nan, dtype=logits.dtype, device=device)
     memory[:, :experts] = logits
     told = None if given is None else given.to(device)
-    ids, weights = routing.route(memory[:, :experts], k, normalize, dtype, told)
+    ids, weights = routing.route(memory[:, :experts], k, normalize, dtype, told, rule, correction)
     assert ids.dtype is torch.int64 and weights.dtype is dtype
     return ids.cpu(), weights.cpu()
 
@@ -63,6 +66,33 @@ def test_the_best_are_chosen_with_their_shares(
         ids, weights = route(logits, k, device, normalize=normalize, dtype=weights_dtype)
         assert torch.equal(ids, route_in_torch(logits, k, normalize)[0])
         assert_accurate(logits, ids, weights, normalize=normalize)
+
+
+# Of DeepSeek V3 and V2, whose groups are no powers of two in size; and sigmoids without groups.
+RULES = {
+    "V3": (RoutingRule(sigmoid=True, groups=8, best_groups=4, scale=2.5, eps=1e-20), 32),
+    "V2": (RoutingRule(groups=3, best_groups=2, scale=16.0), 60),
+    "GLM": (RoutingRule(sigmoid=True, scale=1.8, eps=1e-20), 7),
+}
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("name", RULES)
+def test_other_rules_are_those_in_torch(name: str, corrected: bool, device: str) -> None:
+    rule, experts = RULES[name]
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(12, experts, generator=generator)
+    correction = torch.randn(experts, generator=generator) / 4 if corrected and rule.sigmoid else None
+    given = torch.full((12, 5), -1)
+    given[7] = torch.arange(5)
+    for normalize in (True, False):
+        ids, weights = route_in_torch(logits, 5, normalize, None, given, rule, correction)
+        told = None if correction is None else correction.to(device)
+        found, found_weights = route(
+            logits, 5, device, normalize=normalize, given=given, rule=rule, correction=told
+        )
+        assert torch.equal(found, ids)
+        torch.testing.assert_close(found_weights, weights, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
