@@ -26,7 +26,6 @@ from workers.sampling import SamplingRow
 torch.set_num_threads(1)
 # A convolution, the gated delta rule, and Mamba 2 beside attention; others take the same ways.
 ALWAYS = ("lfm2", "qwen3_next", "falcon_h1")
-WITH_LATENTS = {"kimi_linear"}
 # Heads of attention for which there are kernels. Those of Mamba 2 alone are not of attention.
 SIZES = {name: {} if name == "mamba2" else {"head_dim": 64} for name in RECURRENT}
 # Of each step: how many tokens of each text. Chunks, then decodes of three texts, padded to four, and of one.
@@ -51,7 +50,7 @@ def decoder_on(device: str, directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     "model_type",
     [
         pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough)
-        for name in sorted(RECURRENT.keys() & FAMILIES.keys() - WITH_LATENTS)
+        for name in sorted(RECURRENT.keys() & FAMILIES.keys())
     ],
 )
 def test_logits_are_those_of_transformers(
