@@ -58,6 +58,7 @@ KV_CACHE_DTYPES = (AUTO, "bfloat16", "int8")
 QUANTIZATIONS = (UNQUANTISED, "q8_0", "q4_k_m", "q4_k", "q4_0")
 
 _DEFAULT_LEASE_S = 1800.0
+_MOST_CACHES = 1 << 24
 _Own = TypeVar("_Own", bound="ExtensionSettings")
 
 
@@ -462,7 +463,7 @@ class Config:
     @property
     def max_caches(self) -> int:
         """In total: one takes 2.4 kB of memory beside its tokens, and the journal counts 664 of them."""
-        return max(1, self.max_journal_bytes // (4 << 10))
+        return min(max(1, self.max_journal_bytes // (4 << 10)), _MOST_CACHES)
 
     @property
     def step_timeout_s(self) -> float:

@@ -36,12 +36,12 @@ class UploadDirectory:
 
     @property
     def path(self) -> Path:
-        """It exists if it is temporary."""
+        """Without links. It exists if it is temporary; then it is made here, which raises OSError."""
         if self._data_dir is not None:
             return self._data_dir / self._name
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix=f"quire-{self._name}-")
-        return Path(self._temporary.name)
+        return Path(self._temporary.name).resolve()
 
     def keep_only(self, names: Container[str]) -> None:
         """Removes what else an earlier gateway has left. Blocks.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -213,7 +214,13 @@ class LocalLauncher:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(child.pid, cores)
         on_stopped = functools.partial(self._directory.remove, file)
-        return LocalProcess(child.pid, endpoint, on_stopped, child=child)
+        try:
+            return LocalProcess(child.pid, endpoint, on_stopped, child=child)
+        except RuntimeError as error:
+            # No thread can be started that would wait for it.
+            child.kill()
+            child.communicate()
+            raise OSError(errno.EAGAIN, str(error)) from None
 
     def close(self) -> None:
         """Unlocks the directory, or removes it if it is temporary."""

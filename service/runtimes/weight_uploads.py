@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fnmatch
 import functools
 import hashlib
+import os
 import re
 import secrets
 import shutil
@@ -118,10 +120,13 @@ class WeightUploads:
         """
         if self._is_receiving:
             raise Loading
-        self._is_receiving = True
         upload_id = secrets.token_hex(8)
         served = Path(self._versions.serving.model)
-        parent = self.directory.path / upload_id
+        try:
+            parent = self.directory.path / upload_id
+        except OSError as error:
+            raise StorageUnavailable(os.strerror(error.errno or errno.EIO)) from None
+        self._is_receiving = True
         directory = parent.joinpath(*served.parts[1:][-_NAMING_PARTS:])
         try:
             # Other weights may be served before the copy is complete.

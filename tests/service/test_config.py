@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire.v1 import executor_pb2 as pb
 
 from service.config import Config, all_settings
 from service.config_sources import add_flags
@@ -34,6 +35,12 @@ def toml(path: Path, content: str) -> str:
     file = path / "quire.toml"
     file.write_text(content)
     return str(file)
+
+
+@pytest.mark.parametrize("max_journal_bytes", [1024, 1 << 50])
+def test_how_many_caches_there_may_be_can_be_told(max_journal_bytes: int) -> None:
+    limits = pb.GatewayLimits(max_caches=Config(max_journal_bytes=max_journal_bytes).max_caches)
+    assert 1 <= limits.max_caches <= 1 << 24
 
 
 def test_flags_over_environment_over_file_over_defaults(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +36,7 @@ DATA = b"contents"
 class Server:
     """The uploads of a gateway that serves a model directory."""
 
-    def __init__(self, data_dir: Path, configured: Path, values: StoredValues | None = None) -> None:
-        self.data_dir = data_dir
+    def __init__(self, data_dir: Path | None, configured: Path, values: StoredValues | None = None) -> None:
         self.values = StoredValues() if values is None else values
         self.versions = ModelVersions(str(configured), 1, self.values)
         self.uploads = WeightUploads(data_dir, self.versions, Config())
@@ -62,7 +62,7 @@ class Server:
         """The sources of what is on the disk, when all removals are done."""
         self.threads.shutdown()
         self.new_threads()
-        return [f"upload:{path.name}" for path in (self.data_dir / "weight-uploads").glob("*")]
+        return [f"upload:{path.name}" for path in self.uploads.directory.path.glob("*")]
 
 
 async def messages(data: bytes = DATA) -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
@@ -152,6 +152,32 @@ async def test_the_next_gateway_keeps_what_it_may_serve(tmp_path: Path, model: P
     assert restored.versions.serving.model == str(restored.find(source))
     restored.serve(model)
     assert restored.kept() == []
+
+
+async def test_without_a_data_directory_what_is_served_is_kept(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the temporary directory is a link."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "link"))
+    server = Server(None, model)
+    source = await server.upload()
+    server.serve(server.find(source))
+    await server.upload()
+    assert server.uploads.find(source) is not None and source in server.kept()
+    server.uploads.directory.close()
+
+
+async def test_without_a_temporary_directory_an_upload_can_be_repeated(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    server = Server(None, model)
+    with pytest.raises(StorageUnavailable, match="No such file"):
+        await server.upload()
+    (tmp_path / "temporary").mkdir()
+    assert server.find(await server.upload()).is_dir()
+    server.uploads.directory.close()
 
 
 def load(server: Server, source: str, error: QuireError) -> None:

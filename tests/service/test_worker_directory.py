@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,36 @@ async def test_without_a_directory_workers_end_with_their_gateway(
     third = LocalLauncher(data_dir, 60)
     assert await third.adopt([CONFIG]) == {} and third._grace_s == 0
     third.close()
+
+
+async def test_without_a_thread_that_waits_for_it_no_child_is_left(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later start may work."""
+    command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+    monkeypatch.setattr("service.pool.local._command", lambda *_: command)
+
+    start, children = threading.Thread.start, list[subprocess.Popen[bytes]]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "worker-process":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            children.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    launcher = LocalLauncher(data_dir, 0)
+    await launcher.adopt([CONFIG])
+    with pytest.raises(OSError, match="new thread"):
+        await launcher.start(like())
+    assert launcher._directory.workers() == []
+    assert [child.returncode for child in children] == [-signal.SIGKILL]
+    launcher.close()
 
 
 async def test_child_is_watched_and_stopped(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
