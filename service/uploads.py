@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Container
 from pathlib import Path
@@ -33,14 +34,17 @@ class UploadDirectory:
         self._name = name
         self._data_dir = data_dir
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        # Files are opened in threads.
+        self._making = threading.Lock()
 
     @property
     def path(self) -> Path:
         """Without links. It exists if it is temporary; then it is made here, which raises OSError."""
         if self._data_dir is not None:
             return self._data_dir / self._name
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix=f"quire-{self._name}-")
+        with self._making:
+            if self._temporary is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix=f"quire-{self._name}-")
         return Path(self._temporary.name).resolve()
 
     def keep_only(self, names: Container[str]) -> None:

@@ -66,7 +66,8 @@ class AdapterStore:
 
     def discard(self, number: int) -> None:
         """Removes what was copied for a number. Never raises."""
-        shutil.rmtree(self.path(number), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.path(number), ignore_errors=True)
 
     def remove(self, version: AdapterVersion) -> None:
         """Removes the copy of a version, if its directory is one. Never raises."""

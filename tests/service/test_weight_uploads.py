@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from quire.v1 import admin_pb2, types_pb2
 
+from service.adapters.store import AdapterStore
 from service.config import Config
 from service.errors import (
     InvalidArgument,
@@ -27,7 +29,7 @@ from service.errors import (
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
-from service.uploads import RESERVE_BYTES
+from service.uploads import RESERVE_BYTES, UploadDirectory
 
 MODEL = "model.safetensors"
 DATA = b"contents"
@@ -178,6 +180,33 @@ async def test_without_a_temporary_directory_an_upload_can_be_repeated(
     (tmp_path / "temporary").mkdir()
     assert server.find(await server.upload()).is_dir()
     server.uploads.directory.close()
+
+
+def test_without_a_data_directory_all_threads_write_to_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first adapters may arrive at the same time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mkdir = os.mkdir
+
+    def slow(path: str, mode: int) -> None:
+        time.sleep(0.2)
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", slow)
+    directory = UploadDirectory(None, "uploads")
+    with ThreadPoolExecutor(2) as threads:
+        paths = [threads.submit(lambda: directory.path) for _ in range(2)]
+    assert [found.result() for found in paths] == [directory.path] * 2 and directory.path.is_dir()
+    directory.close()
+
+
+def test_without_a_temporary_directory_there_is_no_adapter_to_discard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a load is answered with an unknown error, instead of that of the disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    AdapterStore(None, 1, StoredValues()).discard(1)
 
 
 def load(server: Server, source: str, error: QuireError) -> None:
