@@ -13,19 +13,36 @@ _MADV_HUGEPAGE = 14
 _PIECES_BYTES, _LINE_BYTES = 64 << 20, 64
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """An uninitialised tensor; on a Linux CPU in huge pages, unless it is smaller than one."""
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *, filled_from_begin: int = 1
+) -> torch.Tensor:
+    """An uninitialised tensor; on a Linux CPU in huge pages, unless it is smaller than one.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: Its device.
+        filled_from_begin: Into how many equal parts the memory is divided, each of which is filled from its
+            begin on. If there are several, the first 2 MiB of each are in small pages: those with little take
+            little.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     if sys.platform != "linux" or torch.device(device).type != "cpu" or nbytes < _PAGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     # What lies before the first huge page is never touched, so it takes no memory.
     memory = torch.empty(nbytes + _PAGE_BYTES, dtype=torch.uint8)
     first = -memory.data_ptr() % _PAGE_BYTES
-    # The result does not matter: a kernel without huge pages refuses, and the memory is usable.
-    ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(memory.data_ptr() + first), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE
-    )
+    part, small = nbytes // filled_from_begin, 0 if filled_from_begin == 1 else _PAGE_BYTES
+    for begin in range(0, part * filled_from_begin, part):
+        huge = -(-(begin + small) // _PAGE_BYTES) * _PAGE_BYTES
+        if huge < begin + part:
+            _advise(memory.data_ptr() + first + huge, begin + part - huge)
     return memory[first : first + nbytes].view(dtype).view(shape)
+
+
+def _advise(address: int, nbytes: int) -> None:
+    # The result does not matter: a kernel without huge pages refuses, and the memory is usable.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
 
 
 class Pieces:

@@ -128,15 +128,20 @@ def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path) -> None:
 def test_large_weights_and_kv_are_in_memory_that_asks_for_huge_pages(tmp_path: Path) -> None:
     spec = TinyModel(vocab_size=3000, hidden_size=512, intermediate_size=2048, num_layers=1)
     decoder = load_decoder(make_model(tmp_path, spec))
-    kv = new_pages(decoder, 1024)
+    kv = new_pages(decoder, 16384)
     smaps = Path("/proc/self/smaps").read_text()
     mappings = re.findall(r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.MULTILINE | re.DOTALL)
     large = [t.tensor for t in decoder.targets().values() if t.tensor.nbytes >= 2 << 20]
     assert len(large) == 5
-    for tensor in (*large, kv.layer(0)[0].data):
-        begin = tensor.data_ptr()
-        (flags,) = [f for low, high, f in mappings if int(low, 16) <= begin < int(high, 16)]
-        assert "hg" in flags.split()
+
+    def asks(address: int) -> bool:
+        (flags,) = [f for low, high, f in mappings if int(low, 16) <= address < int(high, 16)]
+        return "hg" in flags.split()
+
+    assert all(asks(tensor.data_ptr()) for tensor in large)
+    keys = kv.layer(0)[0].data
+    # Each layer's keys and values: were their first pages huge, a short text would take 2 MiB of each.
+    assert [asks(keys.data_ptr() + offset) for offset in (0, keys.nbytes - 1)] == [False, True]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")

@@ -125,7 +125,10 @@ class KvTensors:
         stored, more = (torch.int8, SCALE_BYTES) if quantised else (dtype, 0)
         self._pieces = {
             shape: huge_pages.empty(
-                (count, num_pages, page_size, shape[0], shape[1] + more), stored, self.device
+                (count, num_pages, page_size, shape[0], shape[1] + more),
+                stored,
+                self.device,
+                filled_from_begin=count,
             )
             for shape, count in shapes.items()
         }  # [N, P, S, K, D] each, or [N, P, S, K, D + 4]
