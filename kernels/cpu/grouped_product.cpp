@@ -15,16 +15,18 @@ namespace {
 #if defined(QUIRE_VNNI)
 #define QUIRE_SUMS 16
 constexpr int kTileRows = 8;
+// Fewer rows wait for memory all the time, which processors then foresee. More load the next chunk.
+constexpr int kLoadingRows = 7;
 // For more tiles, it is faster to unpack values once. Of 4 bits:
 constexpr int64_t kMostTilesOfHalves = 2;
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
 #define QUIRE_SUMS 8
-constexpr int kTileRows = 4;
+constexpr int kTileRows = 4, kLoadingRows = 1;
 constexpr int64_t kMostTilesOfPlanes = 2;  // of 5 and 6 bits
 constexpr int64_t kMostTilesOfHalves = kRoundedRows;
 #else
 #define QUIRE_SUMS 16
-constexpr int kTileRows = 4;
+constexpr int kTileRows = 4, kLoadingRows = 7;
 constexpr int64_t kMostTilesOfHalves = kRoundedRows;
 #endif
 typedef int32_t Whole __attribute__((vector_size(4 * QUIRE_SUMS)));
@@ -171,9 +173,6 @@ inline Real add_product(Real a, Real b, Real sum) { return _mm256_fmadd_ps(a, b,
 #else
 inline Real add_product(Real a, Real b, Real sum) { return fused(a, b, sum); }
 #endif
-
-// Fewer rows wait for memory all the time, which processors then foresee. More load the next chunk.
-constexpr int kLoadingRows = 7;
 
 typedef float Sums[kBlockOutputs];  // of a row and a block
 
