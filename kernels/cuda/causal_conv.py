@@ -22,7 +22,8 @@ from kernels.state_rows import StateRows
 BLOCK = 512
 
 
-@triton.jit
+# A batch has its indices one after the other: their addresses may not compile another variant.
+@triton.jit(do_not_specialize_on_alignment=["begins", "sources", "keeps"])
 def causal_conv_kernel(
     out,  # [T, C] contiguous, written
     raw,  # [T, C]; [T, 3 * C] if GATED: gates of inputs, gates of outputs, inputs

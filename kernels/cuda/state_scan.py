@@ -75,7 +75,8 @@ def step_state(state, query, key, value, step, rate, beta, DELTA: tl.constexpr, 
     return state, tl.sum(query[:, None] * state, 0)
 
 
-@triton.jit
+# A batch has its indices one after the other: their addresses may not compile another variant.
+@triton.jit(do_not_specialize_on_alignment=["starts", "sources", "keeps"])
 def state_scan_kernel(
     out,  # [T, H * V] float32 contiguous, written
     queries,  # [T, J * K]

@@ -174,8 +174,6 @@ def plan_load(
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     if mtp_head and device.type != "cpu":
         raise UnsupportedError("draft_model = mtp needs device = cpu")
-    if config.latent is not None and device.type != "cpu":
-        raise UnsupportedError("native code for latent attention needs device = cpu")
     if quantization is not None and forms:
         first = min(forms)
         where = f"{entries[first].file}: tensor {entries[first].name}"

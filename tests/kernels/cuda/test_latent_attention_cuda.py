@@ -20,6 +20,7 @@ from tests.kernels.cuda import test_batch_invariance_cuda
 from tests.model_factory import hf_logits, make_family_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks, rows_of_trees
+from workers.models.active_kernels import check_cuda_kernels
 from workers.models.decoder import Decoder
 from workers.models.weights import load_planned, plan_load
 
@@ -65,6 +66,14 @@ def load(directory: Path) -> Decoder:
     decoder.packs_kv = False
     decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
     return decoder
+
+
+def test_weights_are_planned_for_a_gpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests have all in the CPU's memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    plan = plan_load(directory, "float32", "cuda")
+    check_cuda_kernels(plan.config)
+    assert plan.device.type == "cuda"
 
 
 def test_logits_are_those_of_transformers(directory: Path) -> None:

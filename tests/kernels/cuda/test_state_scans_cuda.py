@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from benchmarks.gpu.launches import Launch, recording
 from kernels.short_conv import short_conv, short_conv_reference
 from kernels.state_rows import StateRows
 from tests.kernels.conftest import INTERPRETED
@@ -124,3 +125,21 @@ def test_chunks_have_the_bits_of_the_whole(layer_of: Callable[..., Layer], devic
     assert same_bits(torch.cat(parts), whole)
     assert all(same_bits(tensor[0], tensor[3]) for tensor in states)
     assert all(tensor[4].isnan().all() for tensor in states)
+
+
+@LAYERS
+def test_batches_of_all_sizes_have_the_same_kernels(layer_of: Callable[..., Layer], device: str) -> None:
+    """With an odd number of rows, `state_rows` has indices whose addresses are no multiples of 16."""
+    drawn, dtype = Drawn(3), torch.bfloat16
+    layer = layer_of(drawn, dtype)
+    states = [tensor.to(device) for tensor in states_of(layer, drawn, dtype)]
+
+    def launched(rows: int) -> set[Launch]:
+        at = rows_of([rows], [-1], [(rows, 0)])
+        begins, sources, keeps = torch.stack([at.begins, at.sources, at.keeps]).to(device)
+        at = StateRows(begins, sources, keeps, at.starts.to(device))
+        with recording() as found:
+            layer.run(drawn(rows, layer.projected).to(device, dtype), on(device, layer.weights), *states, at)
+        return found
+
+    assert launched(4) == launched(5) == launched(1)
