@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.model_factory import TinyModel, make_model
+from workers.common.child_process import import_path
 from workers.models.check_process import check_apart
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
@@ -70,7 +71,7 @@ def test_a_model_is_served_where_the_library_cannot_be_imported(tmp_path: Path) 
 
 def _environment(*first: Path) -> dict[str, str]:
     """The environment, with these directories in front of those from which this process imports."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, first), *filter(None, sys.path)])}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, first), import_path()])}
 
 
 def test_what_the_check_refuses_is_refused_by_the_worker(tmp_path: Path) -> None:
