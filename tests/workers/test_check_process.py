@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.model_factory import TinyModel, make_model
+from workers.common.child_process import import_path
 from workers.models.check_process import check_apart
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
@@ -28,12 +30,48 @@ assert list(Path(sys.argv[2]).iterdir()), "it was not checked"
 libraries = {name.split(".")[0] for name in sys.modules} & {"transformers", "sympy", "triton", "accelerate"}
 assert not libraries, f"they stay in memory: {libraries}"
 """
+# Loads one in any case.
+WITHOUT_LIBRARY = """
+import sys
+from pathlib import Path
+from workers.executors.llm import LlmExecutor
+from workers.models import passed_checks
+
+passed_checks._DIRECTORY = Path(sys.argv[2]) / "passed"
+LlmExecutor.load(Path(sys.argv[1]), kv_pages=8)
+assert not passed_checks._DIRECTORY.exists()
+"""
 
 
 def test_a_worker_that_checks_its_model_does_not_import_the_library(tmp_path: Path) -> None:
     """The library and what it needs took 180 MB of each worker that had checked its model."""
     directory, passed = make_model(tmp_path / "model", TinyModel()), tmp_path / "passed"
     subprocess.run([sys.executable, "-c", LOAD, directory, passed], check=True)
+
+
+def test_a_file_of_the_current_directory_is_not_imported_in_place_of_a_library(tmp_path: Path) -> None:
+    directory, passed = make_model(tmp_path / "model", TinyModel()), tmp_path / "passed"
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "queue.py").write_text("raise SystemExit(1)\n")
+    # As of the command `quire`, whose modules are not looked for in the current directory.
+    load = [sys.executable, "-P", "-c", LOAD, directory, passed]
+    subprocess.run(load, cwd=here, env=_environment(), check=True)
+
+
+def test_a_model_is_served_where_the_library_cannot_be_imported(tmp_path: Path) -> None:
+    """As with a version of tokenizers that it does not take."""
+    directory = make_model(tmp_path / "model", TinyModel())
+    (tmp_path / "transformers.py").write_text("raise ImportError('tokenizers>=0.22 is required')\n")
+    load = [sys.executable, "-P", "-c", WITHOUT_LIBRARY, directory, tmp_path]
+    done = subprocess.run(load, env=_environment(tmp_path), stderr=subprocess.PIPE, text=True, check=True)
+    assert "the model is not checked: the transformers library cannot be imported" in done.stderr
+    assert "tokenizers>=0.22 is required" in done.stderr
+
+
+def _environment(*first: Path) -> dict[str, str]:
+    """The environment, with these directories in front of those from which this process imports."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, first), import_path()])}
 
 
 def test_what_the_check_refuses_is_refused_by_the_worker(tmp_path: Path) -> None:

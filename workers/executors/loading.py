@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Container
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,17 +246,18 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
         if passed_checks.has_passed(before):
             _log.info("native code agreed with the transformers library in an earlier start")
             return
-    if find_spec("transformers") is None:
-        _log.warning("the model is not checked: the transformers library is not installed")
-        return
-    # Where the library was imported before, a process of its own would save nothing. A GPU may be limited to
-    # one process.
-    if plan.device.type == "cpu" and _HEAVY not in sys.modules:
-        error = check_apart(*checked, *quantised)
-    else:
-        from workers.models.native_parity_check import check_native  # noqa: PLC0415
+    try:
+        # Where the library was imported before, a process of its own would save nothing. A GPU may be limited
+        # to one process.
+        if plan.device.type == "cpu" and _HEAVY not in sys.modules:
+            error = check_apart(*checked, *quantised)
+        else:
+            from workers.models.native_parity_check import check_native  # noqa: PLC0415
 
-        error = check_native(*checked, *quantised, batch_invariant=batch_invariant)
+            error = check_native(*checked, *quantised, batch_invariant=batch_invariant)
+    except ImportError as why:
+        _log.warning("the model is not checked: the transformers library cannot be imported: %s", why)
+        return
     if error is None:
         _log.warning("even the scaled-down model is too large, so native code is not checked")
     else:

@@ -24,10 +24,12 @@ def check_apart(*arguments: Any) -> float | None:
 
     Raises:
         ModelError: As `check_native`.
+        ImportError: The transformers library cannot be imported.
         MemoryError, RuntimeError: Memory ran out; or the process has ended without a result.
     """
     process = subprocess.run(
-        [sys.executable, "-m", "workers.models.check_process"],
+        # -P: modules are not imported from the current directory.
+        [sys.executable, "-P", "-m", "workers.models.check_process"],
         # Pickled: both processes run the same code, and nobody else has the pipe.
         input=pickle.dumps((os.getpid(), torch.get_num_threads(), arguments)),
         stdout=subprocess.PIPE,
@@ -47,16 +49,16 @@ def _main() -> None:
     set_death_signal(signal.SIGKILL)
     parent, threads, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own parent
     if os.getppid() != parent:
-        return  # it ended before the signal was set
+        sys.exit(1)  # it ended before the signal was set
     result = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # for what libraries print
-    from workers.models.native_parity_check import check_native  # noqa: PLC0415 - the parent must not import it
-
     torch.set_num_threads(threads)
     found: float | Exception | None
     try:
+        from workers.models.native_parity_check import check_native  # noqa: PLC0415 - not for the parent
+
         found = check_native(*arguments)
-    except (ModelError, MemoryError, RuntimeError) as error:
+    except (ImportError, ModelError, MemoryError, RuntimeError) as error:
         found = error
     with result:
         result.write(pickle.dumps(found))
