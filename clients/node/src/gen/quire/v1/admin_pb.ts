@@ -601,7 +601,7 @@ export enum LoadWeightsPhase {
   UNSPECIFIED = 0,
 
   /**
-   * A download; then the workers read and check the weights.
+   * The workers read and check the weights.
    *
    * @generated from enum value: LOAD_WEIGHTS_PHASE_LOADING = 1;
    */
