@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from workers.common.child_process import import_path, set_death_signal
+from workers.machine_limits import available_bytes
 from workers.models.errors import ModelError
 
 
@@ -35,7 +36,10 @@ def check_apart(*arguments: Any) -> float | None:
         check=False,
     )
     if process.returncode:
-        raise RuntimeError(f"the self-check's process has ended with status {process.returncode}")
+        raise RuntimeError(
+            f"the self-check's process has ended with status {process.returncode}, and"
+            f" {available_bytes() >> 20} MiB of memory are free"
+        )
     found: float | Exception | None = pickle.loads(process.stdout)  # noqa: S301 - of our own child
     if isinstance(found, Exception):
         raise found
@@ -50,11 +54,12 @@ def _main() -> None:
         return  # it ended before the signal was set
     result = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # for what libraries print
-    from workers.models.native_parity_check import check_native  # noqa: PLC0415 - the parent must not import it
-
     torch.set_num_threads(threads)
     found: float | Exception | None
     try:
+        # Here: the parent must not import it, and what it imports can need more memory than there is.
+        from workers.models.native_parity_check import check_native  # noqa: PLC0415
+
         found = check_native(*arguments)
     except (ModelError, MemoryError, RuntimeError) as error:
         found = error
