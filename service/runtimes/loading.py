@@ -24,7 +24,7 @@ from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker
 from service.logging import get_logger
-from service.model_names import is_local_model
+from service.model_names import is_hub_model, is_local_model
 from service.pool.incarnation import Incarnation
 from service.pool.model_versions import ModelVersion, model_argument
 from service.pool.rolling_restart import RollingRestart
@@ -146,7 +146,10 @@ def model_of(source: str, find_upload: FindUpload) -> str:
     if source and is_local_model(source):
         return model_argument(source)
     what = "neither a directory with a config.json, nor a GGUF file of this machine"
-    raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}, nor an upload that is kept")
+    problem = f"the source is {what}, nor an upload that is kept"
+    if is_hub_model(source):
+        problem += "; of a model of the hub give the directory that `hf download` prints"
+    raise InvalidArgument("BAD_SOURCE", "source", problem)
 
 
 async def _read(workers: Sequence[Incarnation], model: str, timeout_s: float) -> types_pb2.ModelDescription:

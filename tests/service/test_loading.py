@@ -237,6 +237,9 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
         for source in ("", "no\0path", str(tmp_path), "/" * 5000):
             with pytest.raises(InvalidArgument, match="the source is neither"):
                 _ = [update async for update in bench.loader.replace(source, PreviousCaches.END)]
+        for source in ("ORG/NAME", "ORG/NAME:Q4_K_M"):
+            with pytest.raises(InvalidArgument, match="give the directory that `hf download` prints"):
+                _ = [update async for update in bench.loader.replace(source, PreviousCaches.END)]
         assert bench.is_unchanged() and bench.launcher.attempts == 1
 
 

@@ -83,3 +83,21 @@ def test_what_the_check_refuses_is_refused_by_the_worker(tmp_path: Path) -> None
     )
     with pytest.raises(ModelError, match="rms_norm_eps is read as"):
         check_apart(directory, config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("happens", "error", "said"),
+    [
+        ("raise MemoryError('of the library')", MemoryError, "of the library"),
+        ("import os; os.kill(os.getpid(), 9)", RuntimeError, "status -9, and [0-9]+ MiB of memory are free"),
+    ],
+)
+def test_the_check_says_that_memory_ran_out(
+    happens: str, error: type[Exception], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it imports the library, by a limit of the process or by the kernel."""
+    directory = make_model(tmp_path / "model", TinyModel())
+    (tmp_path / "transformers.py").write_text(happens)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(error, match=said):
+        check_apart(directory, ModelConfig.from_directory(directory), torch.float32, CPU)

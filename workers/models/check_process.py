@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from workers.common.child_process import import_path, set_death_signal
+from workers.machine_limits import available_bytes
 from workers.models.errors import ModelError
 
 
@@ -37,7 +38,10 @@ def check_apart(*arguments: Any) -> float | None:
         check=False,
     )
     if process.returncode:
-        raise RuntimeError(f"the self-check's process has ended with status {process.returncode}")
+        raise RuntimeError(
+            f"the self-check's process has ended with status {process.returncode}, and"
+            f" {available_bytes() >> 20} MiB of memory are free"
+        )
     found: float | Exception | None = pickle.loads(process.stdout)  # noqa: S301 - of our own child
     if isinstance(found, Exception):
         raise found
@@ -55,7 +59,8 @@ def _main() -> None:
     torch.set_num_threads(threads)
     found: float | Exception | None
     try:
-        from workers.models.native_parity_check import check_native  # noqa: PLC0415 - not for the parent
+        # Here: the parent must not import it, and what it imports can need more memory than there is.
+        from workers.models.native_parity_check import check_native  # noqa: PLC0415
 
         found = check_native(*arguments)
     except (ImportError, ModelError, MemoryError, RuntimeError) as error:
