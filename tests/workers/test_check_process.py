@@ -55,7 +55,7 @@ def test_a_file_of_the_current_directory_is_not_imported_in_place_of_a_library(t
     here.mkdir()
     (here / "queue.py").write_text("raise SystemExit(1)\n")
     # As of the command `quire`, whose modules are not looked for in the current directory.
-    load = [sys.executable, "-P", "-c", LOAD, directory, passed]
+    load = [sys.executable, "-P", "-c", LOAD, str(directory), str(passed)]
     subprocess.run(load, cwd=here, env=_environment(), check=True)
 
 
@@ -63,7 +63,7 @@ def test_a_model_is_served_where_the_library_cannot_be_imported(tmp_path: Path) 
     """As with a version of tokenizers that it does not take."""
     directory = make_model(tmp_path / "model", TinyModel())
     (tmp_path / "transformers.py").write_text("raise ImportError('tokenizers>=0.22 is required')\n")
-    load = [sys.executable, "-P", "-c", WITHOUT_LIBRARY, directory, tmp_path]
+    load = [sys.executable, "-P", "-c", WITHOUT_LIBRARY, str(directory), str(tmp_path)]
     done = subprocess.run(load, env=_environment(tmp_path), stderr=subprocess.PIPE, text=True, check=True)
     assert "the model is not checked: the transformers library cannot be imported" in done.stderr
     assert "tokenizers>=0.22 is required" in done.stderr

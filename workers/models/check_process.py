@@ -19,6 +19,9 @@ from workers.common.child_process import import_path, set_death_signal
 from workers.machine_limits import available_bytes
 from workers.models.errors import ModelError
 
+# It checks a few layers: seconds, and minutes on a machine that is overloaded.
+_TIMEOUT_S = 1800.0
+
 
 def check_apart(*arguments: Any) -> float | None:
     """The result of `check_native` on the CPU, with these arguments, as this process would compute it.
@@ -26,17 +29,21 @@ def check_apart(*arguments: Any) -> float | None:
     Raises:
         ModelError: As `check_native`.
         ImportError: The transformers library cannot be imported.
-        MemoryError, RuntimeError: Memory ran out; or the process has ended without a result.
+        MemoryError, RuntimeError: Memory ran out; or the process has ended without a result, or has not ended.
     """
-    process = subprocess.run(
-        # -P: modules are not imported from the current directory.
-        [sys.executable, "-P", "-m", "workers.models.check_process"],
-        # Pickled: both processes run the same code, and nobody else has the pipe.
-        input=pickle.dumps((os.getpid(), torch.get_num_threads(), arguments)),
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": import_path()},
-        check=False,
-    )
+    try:
+        process = subprocess.run(
+            # -P: modules are not imported from the current directory.
+            [sys.executable, "-P", "-m", "workers.models.check_process"],
+            # Pickled: both processes run the same code, and nobody else has the pipe.
+            input=pickle.dumps((os.getpid(), torch.get_num_threads(), arguments)),
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": import_path()},
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"the self-check has not ended within {_TIMEOUT_S:.0f} s") from None
     if process.returncode:
         raise RuntimeError(
             f"the self-check's process has ended with status {process.returncode}, and"
