@@ -19,7 +19,7 @@ from workers.common.child_process import import_path, set_death_signal
 from workers.machine_limits import available_bytes
 from workers.models.errors import ModelError
 
-# It checks a few layers: seconds, and minutes on a machine that is overloaded.
+# It takes seconds, and minutes on a machine that is overloaded.
 _TIMEOUT_S = 1800.0
 
 
@@ -29,7 +29,7 @@ def check_apart(*arguments: Any) -> float | None:
     Raises:
         ModelError: As `check_native`.
         ImportError: The transformers library cannot be imported.
-        MemoryError, RuntimeError: Memory ran out; or the process has ended without a result, or has not ended.
+        MemoryError, RuntimeError: Memory ran out; or the process ended without a result, or does not end.
     """
     try:
         process = subprocess.run(
