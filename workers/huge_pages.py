@@ -14,7 +14,7 @@ _PIECES_BYTES, _LINE_BYTES = 64 << 20, 64
 
 
 def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *, filled_from_begin: int = 1
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, *, filled_from_start: int = 1
 ) -> torch.Tensor:
     """An uninitialised tensor; on a Linux CPU in huge pages, unless it is smaller than one.
 
@@ -22,9 +22,9 @@ def empty(
         shape: Its shape.
         dtype: Its dtype.
         device: Its device.
-        filled_from_begin: Into how many equal parts the memory is divided, each of which is filled from its
-            begin on. If there are several, the first 2 MiB of each are in small pages: those with little take
-            little.
+        filled_from_start: The number of equal parts of the memory that are each filled from their start. If
+            there are several, the first 2 MiB of each are in small pages, so that a part that holds little
+            takes little memory.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if sys.platform != "linux" or torch.device(device).type != "cpu" or nbytes < _PAGE_BYTES:
@@ -32,8 +32,8 @@ def empty(
     # What lies before the first huge page is never touched, so it takes no memory.
     memory = torch.empty(nbytes + _PAGE_BYTES, dtype=torch.uint8)
     first = -memory.data_ptr() % _PAGE_BYTES
-    part, small = nbytes // filled_from_begin, 0 if filled_from_begin == 1 else _PAGE_BYTES
-    for begin in range(0, part * filled_from_begin, part):
+    part, small = nbytes // filled_from_start, 0 if filled_from_start == 1 else _PAGE_BYTES
+    for begin in range(0, part * filled_from_start, part):
         huge = -(-(begin + small) // _PAGE_BYTES) * _PAGE_BYTES
         if huge < begin + part:
             _advise(memory.data_ptr() + first + huge, begin + part - huge)

@@ -17,12 +17,12 @@ namespace {
 constexpr int kTileRows = 8;
 // Fewer rows wait for memory all the time, which processors then foresee. More load the next chunk.
 constexpr int kLoadingRows = 7;
-// For more tiles, it is faster to unpack values once. Of 4 bits:
+// For more tiles, it is faster to unpack values of 4 bits once.
 constexpr int64_t kMostTilesOfHalves = 2;
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
 #define QUIRE_SUMS 8
 constexpr int kTileRows = 4, kLoadingRows = 1;
-constexpr int64_t kMostTilesOfPlanes = 2;  // of 5 and 6 bits
+constexpr int64_t kMostTilesOfPlanes = 2;  // likewise of 5 and 6 bits
 constexpr int64_t kMostTilesOfHalves = kRoundedRows;
 #else
 #define QUIRE_SUMS 16
@@ -89,7 +89,7 @@ inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, co
 
 #elif QUIRE_SUMS == 8
 
-// Were sums added in another order, as GCC would, there would be more of them than registers.
+// Makes GCC add in the order of the source. It would add all products at the end, and has not so many registers.
 inline void keep_order(__m256i& sum) { asm("" : "+x"(sum)); }
 
 // The weights of four inputs and of the outputs of a vector, a byte each.

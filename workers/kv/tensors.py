@@ -128,7 +128,7 @@ class KvTensors:
                 (count, num_pages, page_size, shape[0], shape[1] + more),
                 stored,
                 self.device,
-                filled_from_begin=count,
+                filled_from_start=count,
             )
             for shape, count in shapes.items()
         }  # [N, P, S, K, D] each, or [N, P, S, K, D + 4]
