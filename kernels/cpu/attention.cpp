@@ -180,35 +180,29 @@ template <bool kTrees, typename T, Shaping kShaping>
 __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products, const Scores<kShaping>& shape,
                                      const Head<T>& head, int64_t row, const Block<T>& block, const Rows& rows,
                                      int64_t into) {
-  const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t own = head.position(row), window = head.a.window, q_head = head.head_of(row);
-  Floats scores[kBlockParts], highest_lanes = splat(kHidden);
-  for (int64_t v = 0; v < kBlockParts; v++) {
-    const int64_t first = block.index * kBlockKeys + v * kLanes;
-    Floats product = load<Floats>(products + v * kLanes);
-    if (block.key_scales != nullptr) product *= load<Floats>(block.key_scales + v * kLanes);
-    Ints seen;
-    if (kTrees && head.tree_row(row).is_in_tree()) {
-      const Ints ahead = head.tree_row(row).aheads(first);
-      scores[v] = shape(product, q_head, ahead);
-      seen = seen_of(ahead, window);
-    } else {
-      scores[v] = shape(product, q_head, first - own);
-      const Ints ahead = lanes + static_cast<int32_t>(first - own);
-      seen = seen_of(ahead, window);
-    }
-    scores[v] = seen ? scores[v] : splat(kHidden);
-    highest_lanes = larger(scores[v], highest_lanes);
+  constexpr int kParts = kBlockKeys / kPartLanes, kOfLanes = kLanes / kPartLanes;
+  Part scores[kParts], most[kOfLanes], total[kOfLanes]{};
+  std::fill_n(most, kOfLanes, splat<Part>(kHidden));
+#pragma GCC unroll 8
+  for (int v = 0; v < kParts; v++) {
+    const int64_t first = block.index * kBlockKeys + v * kPartLanes;
+    Part product = load<Part>(products + v * kPartLanes);
+    if (block.key_scales != nullptr) product *= load<Part>(block.key_scales + v * kPartLanes);
+    const bool in_tree = kTrees && head.tree_row(row).is_in_tree();
+    const PartInts ahead = in_tree ? head.tree_row(row).aheads(first) : part_places() + static_cast<int32_t>(first - own);
+    scores[v] = seen_of(ahead, window) ? shape(product, q_head, ahead) : splat<Part>(kHidden);
+    most[v % kOfLanes] = larger(scores[v], most[v % kOfLanes]);
   }
-  const float before = rows.maxima[into], highest = std::max(before, reduce(highest_lanes, larger));
-  Floats total{};
-  for (int64_t v = 0; v < kBlockParts; v++) {
+  const float before = rows.maxima[into], highest = std::max(before, reduce(most, larger<Part>));
+#pragma GCC unroll 8
+  for (int v = 0; v < kParts; v++) {
     // Without a visible key so far there is no maximum to subtract.
-    Floats weight = highest == kHidden ? Floats{} : power_of_two(scores[v] - highest);
-    total += weight;
-    if (block.value_scales != nullptr) weight *= load<Floats>(block.value_scales + v * kLanes);
-    const Floats stored = std::is_same_v<T, InputOf<T>> ? weight : rounded(weight, static_cast<const T*>(nullptr));
-    store_lanes(weights + v * kLanes, stored, kLanes);
+    Part weight = highest == kHidden ? Part{} : power_of_two(scores[v] - highest);
+    total[v % kOfLanes] += weight;
+    if (block.value_scales != nullptr) weight *= load<Part>(block.value_scales + v * kPartLanes);
+    const Part stored = std::is_same_v<T, InputOf<T>> ? weight : rounded(weight, static_cast<const T*>(nullptr));
+    store_lanes(weights + v * kPartLanes, stored, kPartLanes);
   }
   if (highest > before) {
     const float shrink = power_of_two(before - highest);  // 0 for the first visible block
@@ -216,7 +210,7 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
     rows.totals[into] *= shrink;
     rows.maxima[into] = highest;
   }
-  rows.totals[into] += reduce(total, [](Floats a, Floats b) { return a + b; });
+  rows.totals[into] += reduce(total, [](auto a, auto b) { return a + b; });
 }
 
 // One block and `count` rows of the head from `row` on, which are the rows from `into` on of the task. If there are fewer
@@ -280,9 +274,9 @@ __attribute__((noinline)) void write_rows(const Head<T>& head, int64_t first, co
     const int64_t q_head = head.head_of(first + row);
     const int64_t at = (head.token(first + row) * head.a.heads + q_head) * rows.width;
     const float factor = 1.0f / (rows.totals[row] + sink_weight(head.a, q_head, rows.maxima[row]));
-    for_lanes(rows.width, [&](int64_t d, int count) {
+    for_parts(rows.width, [&](int64_t d, int count) {
       // Which zero a sum is depends on how many keys of no weight were added: +0 makes it the positive one.
-      const Floats result = load<Floats>(rows.sums + row * rows.width + d) * factor + 0.0f;
+      const Part result = load<Part>(rows.sums + row * rows.width + d) * factor + 0.0f;
       if (head.a.is_wide) store_lanes(static_cast<float*>(head.a.out) + at + d, result, count);
       else store_lanes(static_cast<T*>(head.a.out) + at + d, result, count);
     });

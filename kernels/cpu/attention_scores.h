@@ -16,16 +16,16 @@ constexpr double kLog2E = 1.4426950408889634;
 
 // Accurate relative to the result, also for small results. On [-0.5, 0.5]: the odd polynomial x + x^3 * p(x^2) of
 // least relative error, 1.5e-8. Elsewhere: (1 - e) / (1 + e) with e = exp(-2 |x|), without cancellation there.
-inline Floats hyperbolic_tangent(Floats x) {
-  const Floats size = larger(x, -x);
-  const Floats e = power_of_two(size * static_cast<float>(-2 * kLog2E));
-  const Floats far = (1.0f - e) / (1.0f + e);
-  const Floats square = x * x;
-  Floats p = splat(1.7241490e-2f);
-  p = fused(p, square, splat(-5.3045494e-2f));
-  p = fused(p, square, splat(1.3325879e-1f));
-  p = fused(p, square, splat(-3.3333144e-1f));
-  const Floats near = fused(x, square * p, x);
+inline Part hyperbolic_tangent(Part x) {
+  const Part size = larger(x, -x);
+  const Part e = power_of_two(size * static_cast<float>(-2 * kLog2E));
+  const Part far = (1.0f - e) / (1.0f + e);
+  const Part square = x * x;
+  Part p = splat<Part>(1.7241490e-2f);
+  p = fused(p, square, splat<Part>(-5.3045494e-2f));
+  p = fused(p, square, splat<Part>(1.3325879e-1f));
+  p = fused(p, square, splat<Part>(-3.3333144e-1f));
+  const Part near = fused(x, square * p, x);
   return size < 0.5f ? near : x < 0.0f ? -far : far;
 }
 
@@ -40,24 +40,12 @@ struct Scores {
         softcap(static_cast<float>(a.softcap * kLog2E)),
         slopes(a.slopes) {}
 
-  // The scores of a query of this head and 16 keys, the first of which is `ahead` positions after the query.
-  Floats operator()(Floats products, int64_t head, int64_t ahead) const {
+  // The scores of a query of this head and keys that are so many positions after the query.
+  Part operator()(Part products, int64_t head, PartInts aheads) const {
     if constexpr (kShaping == Shaping::kNone) return products * scale;
-    const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return shaped(products, head, lanes + static_cast<int32_t>(ahead));
-  }
-
-  // The same for keys that need not be adjacent.
-  Floats operator()(Floats products, int64_t head, Ints aheads) const {
-    if constexpr (kShaping == Shaping::kNone) return products * scale;
-    return shaped(products, head, aheads);
-  }
-
- private:
-  Floats shaped(Floats products, int64_t head, Ints aheads) const {
     if constexpr (kShaping == Shaping::kSoftcap) return hyperbolic_tangent(products * scale) * softcap;
     const float slope = static_cast<float>(slopes[head] * kLog2E);
-    return fused(products, splat(scale), slope * __builtin_convertvector(aheads, Floats));
+    return fused(products, splat<Part>(scale), slope * __builtin_convertvector(aheads, Part));
   }
 };
 

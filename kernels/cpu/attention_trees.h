@@ -23,11 +23,10 @@ struct TreeRow {
   bool is_in_tree() const { return ancestors != 0; }
   int64_t position() const { return root + __builtin_popcountll(ancestors) - 1; }
 
-  // By how many positions the 16 keys in slots from `first` on are ahead of the row; 1 for keys that are not visible.
-  Ints aheads(int64_t first) const {
-    const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    Ints ahead = lanes + static_cast<int32_t>(first - position());
-    for (int i = static_cast<int>(std::max<int64_t>(0, root - first)); i < kLanes; i++) {
+  // By how many positions the keys in slots from `first` on are ahead of the row; 1 for keys that are not visible.
+  PartInts aheads(int64_t first) const {
+    PartInts ahead = part_places() + static_cast<int32_t>(first - position());
+    for (int i = static_cast<int>(std::max<int64_t>(0, root - first)); i < kPartLanes; i++) {
       const int64_t place = first + i - root;
       const uint64_t later = place < kTreeTokens ? ancestors >> place : 0;
       ahead[i] = later & 1 ? 1 - __builtin_popcountll(later) : 1;
@@ -37,8 +36,8 @@ struct TreeRow {
 };
 
 // Which of these keys are in the window of a row; 0: unlimited.
-inline Ints seen_of(Ints ahead, int64_t window) {
-  const Ints seen = ahead <= 0;
+inline PartInts seen_of(PartInts ahead, int64_t window) {
+  const PartInts seen = ahead <= 0;
   return window == 0 ? seen : seen & (ahead > static_cast<int32_t>(-window));
 }
 

@@ -213,10 +213,10 @@ template <typename T>
 void add_up(const Arguments& a, int64_t token) {
   const T* results = static_cast<const T*>(a.results) + token * a.choices * a.width;
   const float* weights = a.expert_weights + token * a.choices;
-  for_lanes(a.width, [&](int64_t d, int count) {
-    Floats total = load_lanes(results + d, count) * splat(weights[0]);
+  for_parts(a.width, [&](int64_t d, int count) {
+    Part total = load_lanes<Part>(results + d, count) * splat<Part>(weights[0]);
     for (int64_t choice = 1; choice < a.choices; choice++)
-      total += load_lanes(results + choice * a.width + d, count) * splat(weights[choice]);
+      total += load_lanes<Part>(results + choice * a.width + d, count) * splat<Part>(weights[choice]);
     store_lanes(static_cast<T*>(a.out) + token * a.width + d, total, count);
   });
 }

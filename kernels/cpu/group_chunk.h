@@ -22,14 +22,7 @@ struct Factors {
   alignas(64) float extras[2 * kChunkGroups][kBlockOutputs];
 };
 
-// As many outputs of a block as a vector has: of two vectors as one GCC copies every part through memory.
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
-typedef float Part __attribute__((vector_size(32)));
-#else
-using Part = Floats;
-#endif
-constexpr int64_t kPartOutputs = sizeof(Part) / sizeof(float);
-typedef uint8_t PartBytes __attribute__((vector_size(kPartOutputs)));
+typedef uint8_t PartBytes __attribute__((vector_size(kPartLanes)));
 
 // Of the portable notation for the next two, GCC makes one operation for each number.
 
@@ -100,19 +93,19 @@ inline void find_factors_of_part(const GroupFormat& format, const uint8_t* chunk
 }
 
 inline void find_factors(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
-  for (int64_t output = 0; output < kBlockOutputs; output += kPartOutputs)
+  for (int64_t output = 0; output < kBlockOutputs; output += kPartLanes)
     find_factors_of_part(format, chunk, groups, output, to);
 }
 
-// 64 bytes that are shifted in pairs.
-typedef uint16_t Pairs __attribute__((vector_size(64)));
+// The values of four inputs and of as many outputs as a part has, a byte each, which are shifted in pairs.
+typedef uint16_t Pairs __attribute__((vector_size(4 * kPartLanes)));
 
-// The values of four inputs in a plane of kBits.
+// Those of a plane of kBits, from an output on.
 template <int kBits>
-inline Pairs step_of_plane(const uint8_t* plane, int step) {
+inline Pairs step_of_plane(const uint8_t* plane, int step, int64_t output) {
   const uint16_t mask = ((1 << kBits) - 1) * 0x0101;
   const uint16_t shift = static_cast<uint16_t>(step / kBits * kBits);
-  return load<Pairs>(plane + step % kBits * kStepBytes) >> shift & mask;
+  return load<Pairs>(plane + step % kBits * kStepBytes + output * 4) >> shift & mask;
 }
 
 // TABLES of kernels/group_formats.py, from the second on.
@@ -143,13 +136,9 @@ inline Pairs looked_up(Pairs places) {
 #if defined(__AVX512BW__) && !defined(QUIRE_INTRINSICS)
   return (Pairs)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(numbers)), (__m512i)places);
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
-  const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(numbers));
-  __m256i parts[2];
-  std::memcpy(parts, &places, sizeof(places));
-  for (__m256i& part : parts) part = _mm256_shuffle_epi8(table, part);
-  return load<Pairs>(parts);
+  return (Pairs)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(numbers)), (__m256i)places);
 #else
-  uint8_t bytes[64];
+  uint8_t bytes[sizeof(Pairs)];
   std::memcpy(bytes, &places, sizeof(bytes));
   for (uint8_t& byte : bytes) byte = numbers[byte];
   return load<Pairs>(bytes);
@@ -162,12 +151,14 @@ inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to) {
   constexpr int64_t kBytes = (kLow + kHigh) * kStepBytes;
   for (int64_t group = 0; group < groups; group++, values += kBytes, to += 8 * kStepBytes) {
 #pragma GCC unroll 8
-    for (int step = 0; step < 8; step++) {
-      Pairs found = step_of_plane<kLow>(values, step);
-      if constexpr (kHigh > 0) found |= step_of_plane<kHigh>(values + kLow * kStepBytes, step) << kLow;
-      if constexpr (kTable > 0) found = looked_up<kTable, kUpper>(found);
-      std::memcpy(to + step * kStepBytes, &found, sizeof(found));
-    }
+    for (int step = 0; step < 8; step++)
+#pragma GCC unroll 2
+      for (int64_t output = 0; output < kBlockOutputs; output += kPartLanes) {
+        Pairs found = step_of_plane<kLow>(values, step, output);
+        if constexpr (kHigh > 0) found |= step_of_plane<kHigh>(values + kLow * kStepBytes, step, output) << kLow;
+        if constexpr (kTable > 0) found = looked_up<kTable, kUpper>(found);
+        std::memcpy(to + step * kStepBytes + output * 4, &found, sizeof(found));
+      }
   }
 }
 

@@ -53,22 +53,23 @@ inline void write_value(T* part, int64_t slot, const T* value, int64_t width) {
     for (int64_t lane = 0; lane < kLanes; lane++) to[lane * kAdjacent<T>] = value[first + lane];
 }
 
-typedef int8_t Codes __attribute__((vector_size(kLanes)));
+typedef int8_t Codes __attribute__((vector_size(kPartLanes)));
 
 // Turns elements into codes of at most 127, rounded to nearest, and returns the scale of all of them: 0 if the largest is
 // below 1e-30, and NaN if one is not finite, which shows in what attends to it.
 template <typename T>
 inline float quantise(int8_t* codes, const T* from, int64_t width) {
-  const auto larger_one = [](Ints a, Ints b) { return a > b ? a : b; };
-  Ints sizes{};
-  for_lanes(width, [&](int64_t d, int count) { sizes = larger_one((Ints)load_lanes(from + d, count) & 0x7fffffff, sizes); });
-  const float largest = load<float>(&(const int32_t&)reduce(sizes, larger_one));
+  PartInts sizes{};
+  for_parts(width, [&](int64_t d, int count) {
+    sizes = larger((PartInts)load_lanes<Part>(from + d, count) & 0x7fffffff, sizes);
+  });
+  const float largest = load<float>(&(const int32_t&)reduce(sizes, larger<PartInts>));
   const bool is_finite = std::isfinite(largest);
   const float factor = is_finite && largest >= 1e-30f ? 127.0f / largest : 0.0f;
-  for_lanes(width, [&](int64_t d, int count) {
-    const Floats scaled = is_finite ? load_lanes(from + d, count) * factor : Floats{};
-    const Floats shifted = scaled + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const Codes rounded = __builtin_convertvector((Ints)shifted, Codes);
+  for_parts(width, [&](int64_t d, int count) {
+    const Part scaled = is_finite ? load_lanes<Part>(from + d, count) * factor : Part{};
+    const Part shifted = scaled + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Codes rounded = __builtin_convertvector((PartInts)shifted, Codes);
     std::memcpy(codes + d, &rounded, count);
   });
   return !is_finite ? std::nanf("") : factor > 0.0f ? largest / 127.0f : 0.0f;
@@ -99,7 +100,7 @@ struct SlotOfHead {
       write(quantised(pages, codes, from, width), codes);
     } else if (is_wide) {
       Bf16 narrow[kMaxHeadWidth];
-      for_lanes(width, [&](int64_t d, int count) { store_lanes(narrow + d, load_lanes(from + d, count), count); });
+      for_parts(width, [&](int64_t d, int count) { store_lanes(narrow + d, load_lanes<Part>(from + d, count), count); });
       write(static_cast<Bf16*>(pages) + at, narrow);
     } else {
       write(static_cast<T*>(pages) + at, from);

@@ -123,11 +123,11 @@ class Pass {
 
   // Some results of a part whose outputs begin at `output`.
   static void rescale(T* results, const LoraPairs& pairs, int64_t output, int64_t begin, int64_t end) {
-    for_lanes(end - begin, [&](int64_t i, int count) {
+    for_parts(end - begin, [&](int64_t i, int count) {
       T* at = results + begin + i;
       const int64_t first = output + begin + i;
-      Floats values = load_lanes(at, count) * load_lanes(pairs.scales + first, count);
-      if (pairs.shifts != nullptr) values += load_lanes(pairs.shifts + first, count);
+      Part values = load_lanes<Part>(at, count) * load_lanes<Part>(pairs.scales + first, count);
+      if (pairs.shifts != nullptr) values += load_lanes<Part>(pairs.shifts + first, count);
       store_lanes(at, values, count);
     });
   }

@@ -193,11 +193,11 @@ void add_tile(float* sums, int64_t stride, const Weight* weight, int64_t block_s
 template <typename Weight>
 void write_results(const Products<Weight>& products, int64_t row, int64_t block, int64_t blocks, const float* sums) {
   const int64_t first = block * kBlockOutputs;
-  for_lanes(std::min(blocks * kBlockOutputs, products.outputs - first), [&](int64_t i, int lanes) {
-    Floats sum = load<Floats>(sums + i);
+  for_parts(std::min(blocks * kBlockOutputs, products.outputs - first), [&](int64_t i, int lanes) {
+    Part sum = load<Part>(sums + i);
     Weight* result = products.results[row] + first + i;
-    if (products.bias != nullptr) sum += load_lanes(products.bias + first + i, lanes);
-    if (products.adds) sum += load_lanes(result, lanes);
+    if (products.bias != nullptr) sum += load_lanes<Part>(products.bias + first + i, lanes);
+    if (products.adds) sum += load_lanes<Part>(result, lanes);
     store_lanes(result, sum, lanes);
   });
 }

@@ -9,7 +9,7 @@ template <typename W, typename T>
 void normalise(T* out, const T* row, const NormArguments& a) {
   const float factor = inverse_rms(row, a.width, static_cast<float>(a.eps));
   const W* weight = static_cast<const W*>(a.weight);
-  for_lanes(a.width, [&](int64_t d, int count) { store_lanes(out + d, normalised(row, weight, factor, d, count), count); });
+  for_parts(a.width, [&](int64_t d, int count) { store_lanes(out + d, normalised(row, weight, factor, d, count), count); });
 }
 
 }  // namespace
@@ -20,8 +20,8 @@ void add_rms_norm(const NormArguments& a, const Worker& worker) {
     const T* row = static_cast<const T*>(a.x) + index * a.x_stride;
     if (a.residual != nullptr) {
       T* sum = static_cast<T*>(a.residual) + index * a.residual_stride;
-      for_lanes(a.width, [&](int64_t d, int count) {
-        store_lanes(sum + d, load_lanes(sum + d, count) + load_lanes(row + d, count), count);
+      for_parts(a.width, [&](int64_t d, int count) {
+        store_lanes(sum + d, load_lanes<Part>(sum + d, count) + load_lanes<Part>(row + d, count), count);
       });
       row = sum;
     }

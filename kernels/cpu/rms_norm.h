@@ -1,6 +1,7 @@
 // RMSNorm of one row, rounded as kernels/rms_norm.py describes.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "threads.h"
@@ -26,19 +27,21 @@ void add_rms_norm(const NormArguments& a, const Worker& worker);
 // The factor of a row: 1 / sqrt(mean of squares + eps).
 template <typename T>
 inline float inverse_rms(const T* row, int64_t width, float eps) {
-  Floats sums{};
+  Part sums[kSixteen]{};
   for_lanes(width, [&](int64_t d, int count) {
-    const Floats x = load_lanes(row + d, count);
-    sums = fused(x, x, sums);
+    for (int i = 0; i < kSixteen; i++) {
+      const Part x = load_lanes<Part>(row + d + i * kPartLanes, std::clamp(count - i * kPartLanes, 0, kPartLanes));
+      sums[i] = fused(x, x, sums[i]);
+    }
   });
-  const float total = reduce(sums, [](Floats a, Floats b) { return a + b; });
+  const float total = reduce(sums, [](auto a, auto b) { return a + b; });
   return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
 }
 
 // weight * (row * factor, rounded to the type of the weight). The caller rounds the result.
 template <typename T, typename W>
-inline Floats normalised(const T* row, const W* weight, float factor, int64_t d, int count) {
-  return load_lanes(weight + d, count) * rounded(load_lanes(row + d, count) * splat(factor), weight);
+inline Part normalised(const T* row, const W* weight, float factor, int64_t d, int count) {
+  return load_lanes<Part>(weight + d, count) * rounded(load_lanes<Part>(row + d, count) * splat<Part>(factor), weight);
 }
 
 }  // namespace quire

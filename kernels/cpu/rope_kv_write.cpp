@@ -16,15 +16,15 @@ void rotate(T* to, const T* from, const W* weight, const float* cos_sin, int64_t
           T* scratch) {
   if (weight != nullptr) {
     const float factor = inverse_rms(from, width, eps);
-    for_lanes(width, [&](int64_t d, int count) {
+    for_parts(width, [&](int64_t d, int count) {
       store_lanes(scratch + d, normalised(from, weight, factor, d, count), count);
     });
     from = scratch;
   }
   const int64_t half = rotary_dim / 2;
-  for_lanes(half, [&](int64_t d, int count) {
-    const Floats first = load_lanes(from + d, count), second = load_lanes(from + half + d, count);
-    const Floats cos = load_lanes(cos_sin + d, count), sin = load_lanes(cos_sin + half + d, count);
+  for_parts(half, [&](int64_t d, int count) {
+    const Part first = load_lanes<Part>(from + d, count), second = load_lanes<Part>(from + half + d, count);
+    const Part cos = load_lanes<Part>(cos_sin + d, count), sin = load_lanes<Part>(cos_sin + half + d, count);
     store_lanes(to + d, fused(first, cos, -second * sin), count);
     store_lanes(to + half + d, fused(second, cos, first * sin), count);
   });

@@ -13,8 +13,8 @@ void run(T* x, int64_t count, float cap, int64_t threads) {
   run_together(threads_for(count * static_cast<int64_t>(sizeof(T)), threads), [&](const Worker& worker) {
     worker.for_shares(stretches, [&](int64_t stretch) {
       T* from = x + stretch * kStretch;
-      for_lanes(std::min(kStretch, count - stretch * kStretch), [&](int64_t i, int lanes) {
-        const Floats scaled = rounded(load_lanes(from + i, lanes) / cap, x);
+      for_parts(std::min(kStretch, count - stretch * kStretch), [&](int64_t i, int lanes) {
+        const Part scaled = rounded(load_lanes<Part>(from + i, lanes) / cap, x);
         store_lanes(from + i, rounded(hyperbolic_tangent(scaled), x) * cap, lanes);
       });
     });
