@@ -17,6 +17,7 @@ from typing import Final, Generic, Self, TypeVar
 from google.protobuf.message import Message
 
 from service.errors import InvalidArgument, MessageTimeout
+from workers.common.trusted import make_private
 
 # What uploads leave free on the disk, for the journal. A start below it warns.
 RESERVE_BYTES = 1 << 30
@@ -87,7 +88,7 @@ class UploadedFile:
         self._path, self._max_bytes, self._refusal = path, max_bytes, refusal
         # How many bytes may still be written.
         self.left_bytes = max_bytes
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb")
 
