@@ -110,7 +110,7 @@ class Operation:
     preempted_for: Operation | None = None
     # Failed attempts that are retried.
     failures: int = 0
-    # Replayed because the KV was not on the worker.
+    # Computed again because the KV was not on the worker.
     replayed_tokens: int = 0
     # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
     done: ForwardDone | None = None
