@@ -110,7 +110,9 @@ class LocalProcess:
         self._pidfd = -1
 
     def _wait_for(self, child: subprocess.Popen[bytes]) -> None:
-        child.wait()
+        # It is a zombie until the event loop takes its status: before, a signal could go to who gets its pid.
+        with contextlib.suppress(ChildProcessError):  # which it has done
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._on_exit)
 
