@@ -177,8 +177,6 @@ class CacheEntry:
 
     # Written by cache_index.py. False until its creation is durable: no caller knows the id before.
     visible: bool = False
-    # Grows in the order in which caches became visible.
-    order: int = 0
 
     # Written by queues.py. True while its release is with the journal: nothing begins on it.
     closing: bool = False
