@@ -17,7 +17,7 @@ from service.config import Config
 from service.journal.segments import has_journal
 from service.setting_rules import DISK_JOURNALS, POSTGRES
 from service.settings import ConfigError
-from workers.common.trusted import require_trusted
+from workers.common.trusted import make_private, require_trusted
 
 _MODEL_BYTES = 4
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
@@ -77,7 +77,7 @@ def prepare(config: Config) -> None:
         return
     try:
         require_trusted(directory)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(directory)
         # Permissions do not say it: of a read-only file system, of /proc, or to root.
         with tempfile.TemporaryFile(dir=directory):
             pass

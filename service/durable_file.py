@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from service.logging import get_logger
+from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
 
@@ -15,7 +16,7 @@ def write(path: Path, text: str, *, sync: bool = True) -> None:
 
     Without `sync` it does not wait for the disk, so a crash of the system may undo it.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     # Opened first, because a failure after the replacement could not undo it.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

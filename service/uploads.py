@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Container
@@ -17,6 +16,8 @@ from typing import Final, Generic, Self, TypeVar
 from google.protobuf.message import Message
 
 from service.errors import InvalidArgument, MessageTimeout
+from service.temporary_directory import TemporaryDirectory
+from workers.common.trusted import make_private
 
 # What uploads leave free on the disk, for the journal. A start below it warns.
 RESERVE_BYTES = 1 << 30
@@ -33,7 +34,7 @@ class UploadDirectory:
     def __init__(self, data_dir: Path | None, name: str) -> None:
         self._name = name
         self._data_dir = data_dir
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: TemporaryDirectory | None = None
         # Files are opened in threads.
         self._making = threading.Lock()
 
@@ -44,8 +45,8 @@ class UploadDirectory:
             return self._data_dir / self._name
         with self._making:
             if self._temporary is None:
-                self._temporary = tempfile.TemporaryDirectory(prefix=f"quire-{self._name}-")
-        return Path(self._temporary.name).resolve()
+                self._temporary = TemporaryDirectory()
+        return self._temporary.path
 
     def keep_only(self, names: Container[str]) -> None:
         """Removes what else an earlier gateway has left. Blocks.
@@ -60,7 +61,7 @@ class UploadDirectory:
     def close(self) -> None:
         """Removes what must not outlive the gateway. Never raises."""
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.close()
 
 
 def require_room(directory: Path, size_bytes: int) -> None:
@@ -87,7 +88,7 @@ class UploadedFile:
         self._path, self._max_bytes, self._refusal = path, max_bytes, refusal
         # How many bytes may still be written.
         self.left_bytes = max_bytes
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb")
 

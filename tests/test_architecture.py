@@ -105,7 +105,7 @@ SERVICE_LAYERS = (
     {"errors", "logging", "setting_rules"},
     {
         "completion", "lease", "listening", "memory", "model_names", "outbound", "printable", "running_clock",
-        "token_bucket",
+        "temporary_directory", "token_bucket",
     },
 )  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

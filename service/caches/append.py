@@ -196,7 +196,7 @@ class Appends(BaseKind[Append]):
         state = self._parts.ledger.get(entry.number)
         assert state is not None
         entry.state, entry.creation = state, None
-        self._parts.index.add(entry, self._parts.context.number())
+        self._parts.index.add(entry)
 
     def write_failed(self, operation: Operation, request: Append) -> None:
         """The worker has computed tokens that the cache does not have."""

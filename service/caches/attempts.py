@@ -174,8 +174,9 @@ class Attempts:
             assert entry.worker is not None
             entry.worker.load.replayed(len(operation.token_ids), answer.reused_tokens)
             entry.has_kv(operation.base)
-            operation.replayed_tokens += len(operation.token_ids)
-            self._context.counts["replayed_tokens"] += len(operation.token_ids)
+            computed = len(operation.token_ids) - answer.reused_tokens
+            operation.replayed_tokens += computed
+            self._context.counts["replayed_tokens"] += computed
             return self.begin_again(operation)
         clear(entry)
         operation.done = answer

@@ -1,8 +1,8 @@
-"""Finds caches by id, by number, by the request that created them, and in the order of creation."""
+"""Finds caches by id, by number, by the request that created them, and in the order of their numbers."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 
 from service.caches.entries import CacheEntry
@@ -22,10 +22,8 @@ class CacheIndex:
         self.keyed = KeyedAnswers()
         # The tenant of callers without a name.
         self.anonymous = self.keyed.anonymous
-        # By tenant and order, the oldest first.
-        self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
-        # The same orders, to begin in the middle. Up to half of them are of caches that were released.
-        self._orders: dict[Tenant, list[int]] = {}
+        # Of each tenant, in order: those of older caches are smaller, also after a restart.
+        self._numbers: dict[Tenant, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -82,13 +80,10 @@ class CacheIndex:
         return [made.get(index) for index in range(keys[0].count)] if keys else []
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
-        """The caches of a tenant with their order, oldest first: those with an order above `after`."""
-        tenant = tenant or self.anonymous
-        orders = self._orders.get(tenant, [])
-        for at in range(bisect_right(orders, after), len(orders)):
-            entry = self._by_order[tenant].get(orders[at])
-            if entry is not None:
-                yield entry.order, entry.handle
+        """The caches of a tenant with their numbers, oldest first: those with a number above `after`."""
+        numbers = self._numbers.get(tenant or self.anonymous, [])
+        for at in range(bisect_right(numbers, after), len(numbers)):
+            yield numbers[at], self._by_number[numbers[at]].handle
 
     def made_by(self, request_id: str, tenant: Tenant | None = None) -> Sequence[CacheEntry | None]:
         """The caches that a creation or fork with this request id has created.
@@ -113,14 +108,13 @@ class CacheIndex:
         if entry.state.request_id:
             self.keyed.add(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
 
-    def add(self, entry: CacheEntry, order: int) -> None:
-        """A cache was created: callers can use its id. `order` is the highest so far."""
-        entry.visible, entry.order = True, order
+    def add(self, entry: CacheEntry) -> None:
+        """A cache was created: callers can use its id."""
+        entry.visible = True
         self.begin(entry)
         self.by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
-        self._by_order.setdefault(entry.tenant, {})[order] = entry
-        self._orders.setdefault(entry.tenant, []).append(order)
+        insort(self._numbers.setdefault(entry.tenant, []), entry.number)
         fork = entry.state.fork
         if fork is not None:
             self.keyed.add(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
@@ -130,12 +124,10 @@ class CacheIndex:
         if self.by_id.get(entry.state.cache_id) is entry:
             del self.by_id[entry.state.cache_id]
             del self._by_number[entry.number]
-            entries = self._by_order[entry.tenant]
-            del entries[entry.order]
-            if len(self._orders[entry.tenant]) > 2 * len(entries):
-                self._orders[entry.tenant] = list(entries)
-            if not entries:
-                del self._by_order[entry.tenant], self._orders[entry.tenant]
+            numbers = self._numbers[entry.tenant]
+            del numbers[bisect_left(numbers, entry.number)]
+            if not numbers:
+                del self._numbers[entry.tenant]
         self.keyed.remove(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
         fork = entry.state.fork
         if fork is not None:

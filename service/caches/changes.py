@@ -123,7 +123,7 @@ class Forks(BaseKind[Fork]):
         state = self._parts.ledger.get(number)
         assert state is not None
         child = self._parts.admission.new_cache(state, parent.tenant)
-        self._parts.index.add(child, self._parts.context.number())
+        self._parts.index.add(child)
         self._parts.admission.count(child)
         return child
 

@@ -110,7 +110,7 @@ class Operation:
     preempted_for: Operation | None = None
     # Failed attempts that are retried.
     failures: int = 0
-    # Replayed because the KV was not on the worker.
+    # Computed again because the KV was not on the worker.
     replayed_tokens: int = 0
     # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
     done: ForwardDone | None = None
@@ -177,8 +177,6 @@ class CacheEntry:
 
     # Written by cache_index.py. False until its creation is durable: no caller knows the id before.
     visible: bool = False
-    # Grows in the order in which caches became visible.
-    order: int = 0
 
     # Written by queues.py. True while its release is with the journal: nothing begins on it.
     closing: bool = False

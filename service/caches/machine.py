@@ -78,7 +78,7 @@ class CacheMachine(OperationQueues):
             entry = self.admission.new_cache(state, tenant)
             # If the clock was set back, leases must not become longer.
             touch((entry,), now_s - max(0.0, wall_s - self._written_s[state.number]))
-            self.index.add(entry, self._context.number())
+            self.index.add(entry)
             self.admission.count(entry)
             self._workers.were_ready = True
         self._written_s.clear()

@@ -175,7 +175,7 @@ class Appended(Handle):
 
     answer: object
     kept: int
-    # Replayed because the KV was not on the worker.
+    # Computed again because the KV was not on the worker.
     replayed_tokens: int = 0
     # For a tree: the indexes of the accepted path.
     path: Sequence[int] = ()

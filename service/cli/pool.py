@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 from service.pool.pool_files import write_certificates
+from workers.common.trusted import make_private
 
 
 def init(options: argparse.Namespace) -> int:
     """Writes the directory. Returns the exit status."""
     directory = Path(options.directory)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(directory)
         if any(directory.iterdir()):
             print(f"quire: {directory} is not empty", file=sys.stderr)
             return 1

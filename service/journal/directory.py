@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from service.journal.base import JournalUnusable
+from workers.common.trusted import make_private
 
 # Locked while a gateway uses the directory; contains its pid.
 LOCK: Final = "lock"
@@ -35,7 +36,7 @@ def lock(directory: Path) -> int:
     """
     path = directory / LOCK
     with translate_errors(directory):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(directory)
         locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,11 +13,8 @@ import errno
 import functools
 import hashlib
 import os
-import secrets
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,17 +25,15 @@ from service.pool.launcher import PoolFailed
 from service.pool.process import LocalProcess, can_watch, find_process
 from service.pool.worker_directory import Epochs, WorkerDirectory, WorkerFile, in_thread
 from service.pool.worker_port import NamedWorker, WorkerPort
+from service.temporary_directory import TemporaryDirectory
 from workers.common import child_process, worker_pb2
 from workers.common.addresses import UNIX
 from workers.common.code import worker_code
 from workers.common.protocol import PROTOCOL, without
-from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)
 
 _SPIN_COUNT = "20000"
-# Prefix of the directory of a gateway without a `data_dir`; a random part follows.
-_TEMPORARY_PREFIX = "quire-workers-"
 # How long `start` waits for the exit of workers that were not adopted.
 _KILL_TIMEOUT_S = 5.0
 # Fields of a worker's config that do not affect what it computes.
@@ -115,9 +110,9 @@ class LocalLauncher:
             self._opened.close()
             self._warn_of_grace(str(error))
         try:
-            temporary = _new_temporary()
-            self._opened.callback(shutil.rmtree, temporary, ignore_errors=True)
-            return await self._use(temporary)
+            temporary = TemporaryDirectory()
+            self._opened.callback(temporary.close)
+            return await self._use(temporary.path)
         except (OSError, ValueError, CannotListen) as error:
             raise PoolFailed(f"workers need a socket in the temporary directory: {error}") from None
 
@@ -238,20 +233,6 @@ def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[Gpu]) -> str:
 def cores_near(gpus: Sequence[Gpu]) -> set[int]:
     """The usable cores near GPUs; empty: no others than all."""
     return set[int]().union(*(gpu.cores for gpu in gpus)) & os.sched_getaffinity(0)
-
-
-def _new_temporary() -> Path:
-    """The path of a new one. Removes those of this user that no gateway has locked. Raises OSError."""
-    parent = Path(tempfile.gettempdir())
-    require_trusted(parent)
-    for path in parent.glob(f"{_TEMPORARY_PREFIX}*"):
-        directory = WorkerDirectory(path)
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid == os.geteuid() and not path.is_symlink():
-                directory.open()
-                shutil.rmtree(path, ignore_errors=True)
-        directory.close()
-    return parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
 
 
 def _command(socket: Path, file: WorkerFile, config: worker_pb2.WorkerConfig) -> list[str]:

@@ -110,7 +110,11 @@ class LocalProcess:
         self._pidfd = -1
 
     def _wait_for(self, child: subprocess.Popen[bytes]) -> None:
-        child.wait()
+        # Its status is left to the event loop, which sends signals: no other process gets the pid before.
+        try:
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # it is taken already
+            child.wait()
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._on_exit)
 

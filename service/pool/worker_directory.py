@@ -30,6 +30,7 @@ from typing import TypeVar
 
 from service import durable_file
 from service.logging import get_logger
+from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
 
@@ -77,7 +78,7 @@ class WorkerDirectory:
         if self._has_path():
             return
         self.close()
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.path)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(self._lock).st_uid != os.geteuid():

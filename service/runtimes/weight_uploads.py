@@ -31,6 +31,7 @@ from service.errors import InvalidArgument, LoadFailed, Loading, StorageUnavaila
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersions
 from service.uploads import Arriving, UploadDirectory, UploadedFile, require_room, sync_tree
+from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
 PREFIX = "upload:"
@@ -213,7 +214,7 @@ def _copy_settings(served: Path, directory: Path) -> int:
     """
     if not (served / "config.json").is_file():
         raise LoadFailed("the files of the served model cannot be read")
-    directory.mkdir(mode=0o700, parents=True)
+    make_private(directory)
     for file in (*served.iterdir(), *(served / _TEMPLATES).glob("*")):
         is_weights = any(fnmatch.fnmatch(file.name, pattern) for pattern in _WEIGHTS)
         if not is_weights and file.is_file() and file.stat().st_size <= _MAX_COPY_BYTES:

@@ -170,7 +170,8 @@ def test_no_counter_becomes_smaller_when_workers_are_killed(gateway: GatewayProc
     gateway.wait_until_ready()
     after = port.samples()
     assert value(after, "quire_worker_starts_total") == starts + 4
-    assert value(after, "quire_replayed_tokens_total") >= 4 * 40
+    # Of equal texts on a worker the first is computed.
+    assert value(after, "quire_replayed_tokens_total") >= 2 * 40
     assert value(after, "quire_worker_ready") == 2
     assert value(after, "quire_worker_epoch", worker="0") > 1
 

@@ -51,8 +51,13 @@ def test_pages_of_caches_start_where_they_are_asked_to() -> None:
         del caches[3:10]
     listed = list(gateway.machine.index.handles())
     assert [handle.cache_id for _, handle in listed] == caches
-    for index, (order, _) in enumerate(listed):
-        assert [handle.cache_id for _, handle in gateway.machine.index.handles(order)] == caches[index + 1 :]
+    after_a_restart = CacheMachine(Limits())
+    for record in gateway.disk.written:
+        after_a_restart.recovering(record, 0.0)
+    after_a_restart.recovered(now_s=0.0, wall_s=0.0, tenant_of=lambda _name: after_a_restart.index.anonymous)
+    for index, (number, _) in enumerate(listed):
+        for machine in (gateway.machine, after_a_restart):
+            assert [handle.cache_id for _, handle in machine.index.handles(number)] == caches[index + 1 :]
 
 
 @pytest.mark.parametrize(("gone_s", "left_s"), [(4.0, 6.0), (-4.0, 10.0)], ids=["down", "clock set back"])

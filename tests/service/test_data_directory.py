@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +15,8 @@ from service.config import Config
 from service.data_directory import data_directory, state_dir
 from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
+from service.temporary_directory import TemporaryDirectory
+from service.uploads import UploadDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +55,33 @@ def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> No
             pass
     with places(tmp_path / "data", 2):
         pass
+
+
+def test_what_a_killed_server_kept_for_itself_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, uploads stayed: gigabytes in what may be memory."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    killed = subprocess.Popen([sys.executable, "-c", UPLOADS], stdout=subprocess.PIPE, text=True)
+    with killed:
+        assert killed.stdout is not None
+        left = Path(killed.stdout.readline().strip())
+        with contextlib.closing(UploadDirectory(None, "weight-uploads")) as mine:
+            assert mine.path.parent == left.parent.parent == tmp_path and left.exists(), "it is in use"
+            killed.kill()
+            killed.wait()
+            with contextlib.closing(TemporaryDirectory()) as next_one:
+                assert set(tmp_path.iterdir()) == {mine.path, next_one.path}
+    assert not any(tmp_path.iterdir())
+
+
+# Says where an upload is, and waits to be killed.
+UPLOADS = """
+import signal
+from service.uploads import UploadDirectory
+file = UploadDirectory(None, "weight-uploads").path / "model.safetensors"
+file.write_bytes(bytes(1000))
+print(file, flush=True)
+signal.pause()
+"""

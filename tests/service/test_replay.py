@@ -39,6 +39,20 @@ def test_what_nobody_used_lately_is_computed_again_when_it_is_used() -> None:
     assert gateway.append(decode(cache, 5)).replayed_tokens == 0
 
 
+def test_what_is_read_from_disk_or_shared_is_not_computed_again(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2, 3)
+    gateway.lose_worker()
+    worker = gateway.start_worker("worker-0")
+    ticket = gateway.ask(decode(cache, 4))
+    worker.work()
+    worker.outbox[0].forward.reused_tokens = 2
+    gateway.deliver(worker)
+    gateway.work()
+    answer = gateway.replies[ticket]
+    assert isinstance(answer, Appended) and answer.replayed_tokens == 1
+    assert gateway.machine.parts.context.counts["replayed_tokens"] == 1
+
+
 def test_who_waits_for_a_worker_is_told_before_his_deadline(gateway: Gateway) -> None:
     gateway.lose_worker()
     ticket = gateway.ask(Append(prefill().kind, "", (1,), timeout_s=2.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,24 @@ def test_the_keys_of_a_pool_are_this_users(everybodys: Path) -> None:
     pool_files.write_certificates(everybodys, 1)
     with pytest.raises(ConfigError, match="other users can write to it"):
         pool_files.secret(everybodys)
+
+
+@pytest.fixture
+def lets_all_write() -> Iterator[None]:
+    """The umask, as of some container runtimes."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("lets_all_write")
+def test_what_a_server_has_made_is_its_own_at_the_next_start(tmp_path: Path) -> None:
+    """Before, it refused the directories above that it had made itself, and so its caches."""
+    config = Config(data_dir=str(tmp_path / "state" / "quire" / "data"))
+    for _ in range(2):
+        prepare(config)
+    assert main(["pool", "init", str(tmp_path / "pools" / "mine")]) == 0
+    assert pool_files.secret(tmp_path / "pools" / "mine")
 
 
 def test_the_directory_that_is_prepared_is_the_one_that_is_used(

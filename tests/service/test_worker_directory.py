@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from service.pool import local
@@ -340,3 +343,32 @@ async def test_child_is_watched_and_stopped(data_dir: Path, monkeypatch: pytest.
     with child:
         child.kill()
     launcher.close()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_pid_is_no_other_processs_before_the_end_of_a_worker_is_known(is_killed: bool) -> None:
+    """Else a signal could go to that one."""
+    child = started()
+    endpoint: Any = SimpleNamespace(epoch=1)
+    process = LocalProcess(child.pid, endpoint, lambda: None, child=child)
+    seen = psutil.Process(child.pid)
+    end_unseen(child)
+    assert seen.status() == psutil.STATUS_ZOMBIE
+    if is_killed:
+        process.kill()
+    assert await process.wait() == child.returncode == 1
+    assert not seen.is_running()
+
+
+def started() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def end_unseen(child: subprocess.Popen[bytes]) -> None:
+    """The event loop has no turn meanwhile."""
+    assert child.stdin is not None
+    child.stdin.close()
+    process = psutil.Process(child.pid)
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    time.sleep(0.1)

@@ -48,7 +48,8 @@ def _check_index(index: CacheIndex) -> None:
     for cache_id, entry in index.by_id.items():
         assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
         assert by_number[entry.number] is entry
-    assert len(by_number) == len(index.by_id) == sum(map(len, index._by_order.values()))
+    assert len(by_number) == len(index.by_id) == sum(map(len, index._numbers.values()))
+    assert all(numbers == sorted(numbers) for numbers in index._numbers.values())
     for (tenant, request_id), answer in index.keyed._answers.items():
         assert answer.made or answer.is_making, "what has made nothing is forgotten"
         for child, entry in answer.made.items() if answer.kind is not Kind.EXECUTION else ():

@@ -147,7 +147,7 @@ class WatchedMachine(CacheMachine):
     def check_empty(self) -> None:
         """Asserts that nothing is left."""
         assert len(self) == len(self.ledger) == self.ledger.size_bytes == self.operations_in_flight == 0
-        assert not len(self.index.keyed) and not self.index._by_order
+        assert not len(self.index.keyed) and not self.index._numbers
         assert self.admission._caches == self.admission._queued_bytes == 0
         assert all(len(view.held) == view.pages_queued == 0 for view in self.workers())
 

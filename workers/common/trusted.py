@@ -51,6 +51,16 @@ def require_trusted(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(here))
 
 
+def make_private(directory: Path) -> None:
+    """Makes a directory, and those above it that are missing, for this user alone. Raises OSError.
+
+    `Path.mkdir` leaves those above it to the umask: if that lets others write, the next start refuses them.
+    """
+    if not directory.parent.exists():
+        make_private(directory.parent)
+    directory.mkdir(mode=0o700, exist_ok=True)
+
+
 def _require(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in _trusted_uids():
         raise PermissionError(errno.EPERM, f"it belongs to another user (uid {status.st_uid})", str(path))

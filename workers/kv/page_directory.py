@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workers.common.trusted import make_private
 from workers.kv.eviction_order import EvictionOrder, StoredPage
 from workers.kv.page_pool import DIGEST_BYTES, state_digest
 
@@ -142,7 +143,7 @@ class PageDirectory:
 
     def _open(self) -> None:
         root = self._directory / "quire-kv"
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._directory)
         root.mkdir(mode=0o700, exist_ok=True)
         opened = os.open(root, _OPEN_DIRECTORY)
         status = os.fstat(opened)

@@ -16,7 +16,6 @@ import contextlib
 import os
 import secrets
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,8 @@ from service.extensions.gateways.member import Member
 from service.extensions.gateways.peers import Addresses, Peers
 from service.journal.directory import lock
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
+from service.temporary_directory import TemporaryDirectory
 from workers.common.addresses import MAX_SOCKET_PATH_BYTES
-from workers.common.trusted import require_trusted
 
 _SECRET_BYTES = 32
 # What the parent writes for a stop signal.
@@ -76,8 +75,7 @@ def places(directory: Path | None, gateways: int) -> Iterator[Sequence[Place]]:
             durable_file.write(count, str(gateways))
             directories = [shards / str(index) for index in range(gateways)]
         if sockets is None or len(os.fsencode(sockets / f"{gateways}.sock")) > MAX_SOCKET_PATH_BYTES:
-            require_trusted(Path(tempfile.gettempdir()))
-            sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gateways-")))
+            sockets = stack.enter_context(contextlib.closing(TemporaryDirectory())).path
         # As gRPC names them, by URIs.
         addresses = [f"unix:{quote(str(sockets / f'{index}.sock'))}" for index in range(gateways)]
         secret = secrets.token_hex(_SECRET_BYTES)
