@@ -157,9 +157,11 @@ class Budgets:
     answers: Budget
     # Bytes of the chunks of kept executions until they are read.
     chunks: Budget
-    # Executions that run or are read; request streams; and requests over HTTP.
+    # Executions that run or are read; request streams; watches of health, whose callers are not known; and
+    # requests over HTTP.
     executions: Budget
     streams: Budget
+    watches: Budget
     http: Budget
     # Bytes of the bodies of HTTP requests until these are answered.
     bodies: Budget
@@ -172,6 +174,7 @@ class Budgets:
             chunks=Budget(config.max_unread_bytes // 2, AnswersFull, small=SMALL_BYTES),
             executions=Budget(config.max_executions, TooManyExecutions, leaves_half=True),
             streams=Budget(config.max_sessions, SessionLimit, leaves_half=True),
+            watches=Budget(config.max_sessions, SessionLimit),
             http=Budget(config.max_sessions, SessionLimit, leaves_half=True),
             bodies=Budget(config.max_arriving_bytes, ArrivingFull),
         )

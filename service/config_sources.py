@@ -27,6 +27,8 @@ _OTHER_ENV = (
 _SECRET = re.compile("token|secret|passw|key|credential")
 # Many times what all settings take with comments. A device may have no end.
 _MAX_FILE_BYTES = 1 << 16
+# How like a setting a name has to be to be taken for it: `max_model_len` is not `model_backend`.
+_LEAST_LIKENESS = 0.8
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +120,7 @@ def _given(
         if name in by_env:
             yield name, value, name, by_env[name]
         elif name.startswith(ENV_PREFIX) and name not in _OTHER_ENV:
-            yield name, value, "the environment", _unknown(name, [*by_env, *_OTHER_ENV])
+            yield name, value, "the environment", _unknown(name, [*by_env, *_OTHER_ENV], ENV_PREFIX)
     for name, value in flags.items():
         if name in known and value is not None:
             yield name, value, known[name].flag, known[name]
@@ -128,6 +130,8 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
     """Settings that do not fit each other, such as a public address without TLS."""
     if config.adapters and not config.max_lora_adapters:
         yield ("adapters", "max_lora_adapters"), "needs max_lora_adapters to be at least 1"
+    if config.data_dir is not None and config.journal == "memory":
+        yield ("data_dir", "journal"), "there is none with a journal in memory: leave one of them out"
     if config.model_revision is not None and not is_hub_model(config.model):
         yield ("model_revision", "model"), "is only for a model of the hub"
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
@@ -222,7 +226,9 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError("config", path, path, f"must be a TOML file: {error}") from None
 
 
-def _unknown(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
+def _unknown(name: str, known: list[str], prefix: str = "") -> str:
+    """`prefix`: of all names, which says nothing of how alike they are."""
+    names = [each.removeprefix(prefix) for each in known]
+    close = difflib.get_close_matches(name.removeprefix(prefix), names, n=1, cutoff=_LEAST_LIKENESS)
+    hint = f"did you mean {prefix}{close[0]}?" if close else "`quire serve --help` lists them all"
     return f"there is no such setting; {hint}"

@@ -275,7 +275,7 @@ class ArrivingFull(BudgetFull, reason="ARRIVING_FULL", retry_after_s=1.0):
 
 
 class SessionLimit(BudgetFull, reason="SESSION_LIMIT", retry_after_s=1.0):
-    message = "{limit} Sessions{of_tenant} are open"
+    message = "{limit} Sessions{of_tenant}, or as many health watches or HTTP requests, are open"
 
 
 class SlowConsumer(QuireError, code="RESOURCE_EXHAUSTED", reason="SLOW_CONSUMER"):

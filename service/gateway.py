@@ -201,7 +201,6 @@ class Gateway:
         """Binds the port and starts serving. Returns the port; 0 for a Unix socket. Raises CannotListen."""
         # On kernels without Landlock, from helper processes of this user.
         hide_memory()
-        await self.health.update()
         # Its methods come from a table, which the type checker cannot see.
         servicer = cast(executor_pb2_grpc.ModelExecutorServiceServicer, self.core.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(servicer, self.server)
@@ -260,7 +259,7 @@ class Gateway:
     async def drain(self) -> None:
         """Refuses new calls, after the lame duck period, and waits up to the grace for running ones."""
         self.state.draining = True
-        await self.health.update()
+        self.health.on_change()
         # Load balancers see NOT_SERVING and choose other servers, while this one still accepts calls.
         await asyncio.sleep(self.config.lame_duck_s)
         deadline_s = time.monotonic() + self.config.drain_grace_s
@@ -278,7 +277,7 @@ class Gateway:
     async def fail(self) -> None:
         """Ends after a failure: refuses new calls, and sends the answers that there are."""
         self.state.draining = True
-        await self.health.update()
+        self.health.on_change()
         await self._refuse_waiting_calls()
         await self.server.stop(_FINAL_GRACE_S)
 

@@ -8,17 +8,16 @@ import tempfile
 from benchmarks.peers.base import Peer, PeerConfig, Sample
 from benchmarks.peers.service_peer import ServicePeer
 
-KINDS = ("memory", "disk")
-
 
 class JournalPeer(Peer):
     """Two services of the same model, and one set of callers for each."""
 
     def __init__(self, config: PeerConfig) -> None:
         self._scratch = tempfile.mkdtemp(prefix="quire-journal-")
+        on_disk = ["--journal", "disk", "--data-dir", self._scratch]
         self._services = {
-            kind: ServicePeer(config, ["--journal", kind, "--data-dir", f"{self._scratch}/{kind}"])
-            for kind in KINDS
+            "memory": ServicePeer(config, ["--journal", "memory"]),
+            "disk": ServicePeer(config, on_disk),
         }
 
     def versions(self) -> dict[str, str]:
@@ -32,7 +31,7 @@ class JournalPeer(Peer):
         ]
 
     def decode(self, steps: int, journal: str, mode: str = "batch") -> Sample:
-        """One turn, with a journal of a kind of `KINDS`."""
+        """One turn, with a journal in "memory" or on "disk"."""
         return self._services[journal].decode(steps, mode)
 
     def release(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from quire.v1 import executor_pb2
 
@@ -17,6 +17,7 @@ from service.config import Config
 
 # Any: its type stubs lag behind its messages.
 _pb: Any = health_pb2
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def new_server(config: Config, interceptor: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
@@ -28,32 +29,43 @@ def new_server(config: Config, interceptor: grpc.aio.ServerInterceptor) -> grpc.
     return server
 
 
-class HealthApi(health.aio.HealthServicer):
-    """Health checks. All services have the same status."""
+class HealthApi(health_pb2_grpc.HealthServicer):
+    """Health checks, which need no token. All services have the same status.
+
+    Not the library's service: a client that does not read its Watch would keep all others from a new status.
+    """
 
     def __init__(self, names: Sequence[str], state: ServerState) -> None:
-        super().__init__()
         self._names = names
         self._state = state
-        self._status = _pb.HealthCheckResponse.NOT_SERVING
-        self._updates: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
 
     def on_change(self) -> None:
-        """The state may have changed. Needs a running event loop."""
-        update = asyncio.create_task(self.update())
-        self._updates.add(update)
-        update.add_done_callback(self._updates.discard)
+        """The state may have changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def update(self) -> None:
-        """Sends the current status to clients that watch it."""
+    async def Check(self, request: Any, context: Context) -> Any:
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return self._status_of(request.service)
+
+    async def Watch(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        last = None
+        while True:
+            changed, now = self._changed, self._status_of(request.service)
+            if now != last:
+                yield now
+            last = now
+            await changed.wait()
+
+    async def List(self, request: Any, context: Context) -> Any:
+        return _pb.HealthListResponse(statuses={name: self._status_of(name) for name in self._names})
+
+    def _status_of(self, name: str) -> Any:
         serves = self._state.state == executor_pb2.SERVER_STATE_SERVING
-        self._status = _pb.HealthCheckResponse.SERVING if serves else _pb.HealthCheckResponse.NOT_SERVING
-        for name in self._names:
-            await self.set(name, self._status)
-
-    async def List(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        response = _pb.HealthCheckResponse(status=self._status)
-        return _pb.HealthListResponse(statuses=dict.fromkeys(self._names, response))
+        status = "SERVING" if serves else "NOT_SERVING"
+        return _pb.HealthCheckResponse(status=status if name in self._names else "SERVICE_UNKNOWN")
 
 
 def methods_of(*protos: Any) -> dict[str, Any]:

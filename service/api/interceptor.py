@@ -106,6 +106,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             behaviour = self._own_behaviour(method, behaviour, receive)
             deserializer = deferring_deserializer(deserializer, self._state)
         else:
+            if handler.response_streaming and not handler.request_streaming:
+                receive = self._receiver.watch
             behaviour = self._third_party_behaviour(method, behaviour, receive)
         behaviour = self._observed(method, behaviour)
         if not handler.response_streaming:

@@ -184,9 +184,10 @@ class _Parser:
     ) -> Iterator[None]:
         """Merges one field that is larger than a piece."""
         if field is None:
-            # An unknown field.
-            return
-        if field.message_type is not None and place.wire_type == _BYTES:
+            # Unknown: kept as it is, so that it can be refused where it matters.
+            message.MergeFromString(data[place.start : place.end])
+            yield
+        elif field.message_type is not None and place.wire_type == _BYTES:
             if field.message_type.GetOptions().map_entry:
                 raise DecodeError
             if field.message_type.name == types_pb2.TokenIds.DESCRIPTOR.name:

@@ -128,6 +128,14 @@ class RequestReceiver:
             return error.without_traceback()
         return messages
 
+    async def watch(self, messages: object, context: _Context) -> Any:
+        """As `request`, of a call whose stream of answers has no end."""
+        try:
+            self._budgets.watches.take_until_done(1, context)
+        except SessionLimit as error:
+            return error.without_traceback()
+        return await self.request(messages, context)
+
     async def run(self) -> None:
         """Cancels requests that take too long, until cancelled itself."""
         self._loop = asyncio.get_running_loop()

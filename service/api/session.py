@@ -129,8 +129,8 @@ class Session:
             await self._reader
         finally:
             self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, QuireError):
-                await self._reader
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(self._reader, return_exceptions=True)
             self._undo_open_calls()
             self._give_back_all()
 

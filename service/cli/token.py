@@ -12,8 +12,8 @@ def make_token(options: argparse.Namespace) -> int:
     """Prints the token and its line for the tokens file. Returns the exit status."""
     roles = options.roles.split(",")
     known = [role.value for role in Role]
-    if unknown := next((role for role in roles if role not in known), None):
-        print(f"quire: there is no role {unknown!r}; roles are {', '.join(known)}", file=sys.stderr)
+    if unknown := [role for role in roles if role not in known]:
+        print(f"quire: there is no role {unknown[0]!r}; roles are {', '.join(known)}", file=sys.stderr)
         return 2
     try:
         token, line = new_token(options.name, [Role(role) for role in roles])

@@ -221,8 +221,8 @@ class Execution:
             await self._changed.wait()
 
     def detach(self, reader: int) -> None:
-        """Removes a reader. Without a reader the execution ends, at once or after `keep_s`."""
-        if reader != self._reader or self.state is State.CLOSED:
+        """Removes a reader. Without a reader the execution ends, at once or after `keep_s`. Idempotent."""
+        if reader != self._reader or not self._is_read or self.state is State.CLOSED:
             return
         self._is_read = False
         self._buffer.sent()

@@ -37,9 +37,11 @@ def is_in_place(item: runner_pb2.ExecuteItem) -> bool:
 
 
 def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
-    """Raises InvalidArgument if an item_id is not valid or not unique, or two items append to one cache."""
+    """Raises InvalidArgument for an item_id that is not valid or not unique, or a cache of several items."""
     seen: set[str] = set()
-    held: set[str] = set()
+    # The caches that are appended to, and those that are copied.
+    changed: set[str] = set()
+    copied: set[str] = set()
     for index, item in enumerate(items):
         field = f"items[{index}].item_id"
         if not item.item_id or len(item.item_id) > MAX_ITEM_ID_CHARACTERS or not item.item_id.isprintable():
@@ -48,11 +50,12 @@ def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
         if item.item_id in seen:
             raise InvalidArgument("DUPLICATE_ITEM_ID", field, "another item has the same item_id")
         seen.add(item.item_id)
-        if is_in_place(item):
-            if item.cache.cache_id in held:
-                text = "the cache occurs more than once in the batch"
+        if item.HasField("cache"):
+            cache_id = item.cache.cache_id
+            if cache_id in changed or (is_in_place(item) and cache_id in copied):
+                text = "the cache occurs more than once in the batch, and not only to be copied by `n`"
                 raise InvalidArgument("DUPLICATE_CACHE_IN_BATCH", f"items[{index}].cache.cache_id", text)
-            held.add(item.cache.cache_id)
+            (changed if is_in_place(item) else copied).add(cache_id)
 
 
 def check(item: runner_pb2.ExecuteItem) -> None:

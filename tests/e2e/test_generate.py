@@ -179,10 +179,11 @@ def test_what_is_refused(tiny_gateway: GatewayProcess, settings: dict[str, Any],
         with pytest.raises(quire.QuireError) as raised:
             list(cache.generate(4, **settings))
         assert raised.value.reason == reason
-        twice = [quire.item(cache.prompt(1), item_id=name) for name in "ab"]
-        with pytest.raises(quire.QuireError) as raised:
-            list(client.execute(twice))
-        assert raised.value.reason == "DUPLICATE_CACHE_IN_BATCH"
+        for copies in ((0, 0), (0, 2), (2, 0)):
+            twice = [quire.item(cache.prompt(1), item_id=f"{at}", n=n) for at, n in enumerate(copies)]
+            with pytest.raises(quire.QuireError) as raised:
+                list(client.execute(twice))
+            assert raised.value.reason == "DUPLICATE_CACHE_IN_BATCH"
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["by position", "by number"])

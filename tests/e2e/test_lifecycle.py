@@ -49,8 +49,8 @@ def test_a_unix_socket_stays_the_first_servers(tmp_path: Path) -> None:
     listen = f"unix:{tmp_path / 'socket'}"
     with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64", "--listen", listen]) as gateway:
         cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2]), timeout=60).kv_cache
-        flags = ["--journal", "memory", "--data-dir", str(tmp_path / "second")]
-        done = serve_until_it_ends("--listen", listen, "--model", "paged-attention", *flags)
+        flags = ["--model", "paged-attention", "--journal", "memory"]
+        done = serve_until_it_ends("--listen", listen, *flags)
         assert done.returncode == 1 and "another process has this address" in done.stderr
         with gateway.connect() as channel:
             stub = pb_grpc.ModelExecutorServiceStub(channel)

@@ -74,7 +74,7 @@ def test_of_some_things_a_tenant_leaves_half_to_others() -> None:
     with pytest.raises(SessionLimit, match="1 Sessions of the tenant"):
         bob.take()
     carol.take()
-    with pytest.raises(SessionLimit, match="4 Sessions are open"):
+    with pytest.raises(SessionLimit, match="4 Sessions, or as many health watches"):
         budget.share(Tenant("dave")).take()
     alice.give_back()
     budget.share(Tenant("erin")).require()

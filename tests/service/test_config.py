@@ -108,6 +108,12 @@ def test_a_directory_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_config({"model": "org/name", "model_revision": "main"}, {})
 
 
+def test_a_data_directory_that_would_not_be_used_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data_dir = .* there is none with a journal in memory"):
+        load_config({"journal": "memory", "data_dir": str(tmp_path)}, {})
+    assert load_config({"journal": "memory", "data_dir": "auto"}, {}).data_dir is None
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -163,6 +169,11 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean QUIRE_WORKERS") as caught:
         load_config({}, {"QUIRE_WORKER": "2"})
     assert caught.value.source == "the environment"
+    for removed in ("max_model_len", "max_caches", "lease_s"):
+        with pytest.raises(ConfigError, match="no such setting; `quire serve --help` lists them all"):
+            load_config({"config": toml(tmp_path, f"{removed} = 1")}, {})
+    with pytest.raises(ConfigError, match="`quire serve --help` lists them all"):
+        load_config({}, {"QUIRE_PORT": "1"})
     with pytest.raises(ConfigError, match="no such setting"):
         load_config({"config": toml(tmp_path, "[server]\nworkers = 2")}, {})
     with pytest.raises(ConfigError, match="must be a number from 0 to 86400"):

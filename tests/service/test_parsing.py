@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from service.api import parsing
+from service.api import parsing, validation
 from service.api.parsing import LargeRequest
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
@@ -112,6 +112,13 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
         assert isinstance(found, QuireError)
     else:
         assert isinstance(found, QuireError) or list(found.calls) == list(whole.calls)
+
+
+def test_a_large_field_of_a_newer_client_is_not_dropped() -> None:
+    """Where what is computed would not be what was asked for, it is refused."""
+    request = parsed(pb.PrefillRequest, packed(2, b"\1") + packed(4, packed(15, b"x" * 100_000)), LARGE)
+    with pytest.raises(InvalidArgument, match=r"does not know output\.15"):
+        validation.refuse_unknown(request.output, "output.")
 
 
 def test_calls_and_items_are_counted_before_they_are_parsed() -> None:

@@ -122,6 +122,16 @@ async def test_a_message_of_too_many_calls_costs_nothing() -> None:
     assert not harness.sent and not harness.peer.results
 
 
+async def test_a_session_that_ends_by_a_bug_holds_nothing_more() -> None:
+    harness = Harness(Config())
+    # What is no call fails where the stream is read.
+    session = harness.start(forwards(3), cast(Sequence[pb.SessionCall], ["no call"]))
+    with pytest.raises(TypeError):
+        await session
+    assert harness.dispatcher.caches.operations_in_flight == 0
+    assert harness.state.budgets.answers.used == 0
+
+
 async def test_others_run_between_the_slices_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "TimeSlice", slow_clock(8))
     harness = Harness(Config())

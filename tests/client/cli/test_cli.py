@@ -269,7 +269,8 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
     [
         ("serve --wrokers 2", "quire serve: error: --wrokers is not known; did you mean --workers?"),
         ("generate x --lgprobs=1", "quire generate: error: --lgprobs is not known; did you mean --logprobs?"),
-        ("generate x y", "quire generate: error: y is not known"),
+        ("serve --max-model-len 9", "--max-model-len is not known (see quire serve --help)"),
+        ("generate x y", "quire generate: error: y is not known (see quire generate --help)"),
         ("serve --port 8000", "serve: error: --port is not known; did you mean --listen HOST:PORT?"),
         ("serve storyteller", "serve: error: storyteller is not known; did you mean --model storyteller?"),
         ("generate x --max-tokens 0", "--max-tokens: '0' is refused: must be a whole number from 1"),
@@ -308,8 +309,7 @@ def test_wrong_usage_is_told_in_a_sentence(
         main(arguments.split())
     error = capsys.readouterr().err
     assert caught.value.code == 2 and said in error
-    command = "[-h]" if "quire: error: " in error else arguments.partition(" ")[0]
-    assert error.startswith(f"usage: quire {command}"), "the usage of that command"
+    assert error.startswith("quire") and error.endswith(" --help)\n") and error.count("\n") == 1
 
 
 NOT_INSTALLED = "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients"
@@ -324,8 +324,6 @@ def test_where_the_server_is_not_installed_its_commands_say_so(
         main([command])
     error = capsys.readouterr().err
     assert caught.value.code == 2 and f"quire: error: {command} {NOT_INSTALLED}" in error
-    usage = "usage: quire [-h] [--version] status|top|generate|load|caches|adapters|completion ..."
-    assert " ".join(error.split()).startswith(usage)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,18 @@ async def test_a_kept_one_continues_without_a_reader_for_its_keep_time() -> None
     assert played.was_cancelled
 
 
+async def test_a_reader_that_left_when_it_was_slow_does_not_end_it_for_the_next_one() -> None:
+    played = Played(keep_s=0.05)
+    execution = played.execution
+    slow = execution.attach({})
+    # It did not read in time, and then its call ends.
+    execution.detach(slow)
+    execution.detach(slow)
+    execution.attach({})
+    await asyncio.sleep(0.1)
+    assert execution.state is State.RUNNING and not played.was_cancelled
+
+
 async def test_unread_bytes_count_in_the_answer_budget() -> None:
     played = Played()
     execution = played.execution

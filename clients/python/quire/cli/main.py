@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from quire.cli import options
 from quire.cli.load.options import add_load
@@ -44,6 +44,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Files, processes or memory.
 _NO_MORE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _NO_EXTRA = "needs the extra `cli`; in a checkout of Quire: `pip install './clients/python[cli]'`"
+# How like a known option one has to be to be taken for it: `--max-model-len` is not `--model-backend`.
+_LEAST_LIKENESS = 0.8
 _NO_SERVER = (
     "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients/python .`"
 )
@@ -109,6 +111,13 @@ def _run(parsed: argparse.Namespace) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that says in a line what is wrong. The usage of some commands has forty."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 class _Version(argparse.Action):
     """Prints the version, which is looked up only then, and exits."""
 
@@ -118,7 +127,7 @@ class _Version(argparse.Action):
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments. Exits with 2 and the command's usage if an option is unknown."""
+    """Parses the arguments. Exits with 2 if an option is unknown."""
     first = arguments[0] if arguments else ""
     # To search the installed entry points takes time, as do the parsers of all commands.
     known = _CLIENT_COMMANDS if first in _CLIENT_COMMANDS else _installed()
@@ -130,7 +139,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         command = commands[parsed.command]
         name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
         known_flags = re.findall(r"--[\w-]+", command.format_usage())
-        meant = difflib.get_close_matches(name, known_flags, n=1)
+        names = [flag.removeprefix("--") for flag in known_flags]
+        close = difflib.get_close_matches(name.removeprefix("--"), names, n=1, cutoff=_LEAST_LIKENESS)
+        meant = [f"--{each}" for each in close]
         if not name.startswith("-") and "--model" in known_flags:  # as other servers are told the model
             meant = [f"--model {name}"]
         if name in ("--host", "--port") and "--listen" in known_flags:  # likewise the address
@@ -167,7 +178,7 @@ def _installed() -> _Adders:
 
 def _parser(added: _Adders) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """A parser with these commands, and the subparser of each."""
-    parser = argparse.ArgumentParser(prog="quire", description="A token-level LLM executor behind gRPC.")
+    parser = _Parser(prog="quire", description="A token-level LLM executor behind gRPC.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(added))
     for add in added.values():

@@ -23,8 +23,9 @@ export const file_quire_v1_runner: GenFile = /*@__PURE__*/
  */
 export type ExecuteRequest = Message<"quire.v1.ExecuteRequest"> & {
   /**
-   * An idempotency key. The same request with the same key is the same execution, which continues where the client
-   * stopped reading (`resume_after`). Empty: the server makes one. At most 128 printable ASCII characters.
+   * With `keep` an idempotency key: the same request with the same key is the same execution, which continues where the
+   * client stopped reading (`resume_after`). Also written to the logs. Empty: the server makes one. At most 128 printable
+   * ASCII characters.
    *
    * @generated from field: string request_id = 1;
    */
@@ -870,8 +871,8 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
   runtime: string;
 
   /**
-   * In the last chunk of a sample on a cache of the caller, unless it failed: the cache. All tokens but the last one are
-   * appended.
+   * In the last chunk of a sample that appended to a cache of the caller: the cache by then. Unless the sample failed, all
+   * tokens but the last one are appended.
    *
    * @generated from field: quire.v1.KvCacheHandle kv_cache = 13;
    */
