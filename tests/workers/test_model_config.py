@@ -133,11 +133,21 @@ def test_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
             "layer_types: each must be one of full_attention, sliding",
         ),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": -1}, "max_window_layers"),
+        (
+            {"use_sliding_window": False, "sliding_window": 4, "layer_types": ["sliding_attention"] * 28},
+            "layer_types: sliding_attention needs a sliding_window that is used",
+        ),
     ],
 )
 def test_refusals_name_the_setting(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(**changes)
+
+
+def test_an_option_of_deepseek_v2_that_the_library_ignores_is_refused() -> None:
+    settings = {"model_type": "deepseek_v2", "num_experts_per_tok": 2, "norm_topk_prob": True}
+    with pytest.raises(UnsupportedError, match="norm_topk_prob: must be false"):
+        ModelConfig.from_settings(settings)
 
 
 # As published for Mistral 7B: its window counts without a word about it.
