@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from workers.kv.disk_pages import DiskPages, PageWrite
 from workers.kv.page_directory import IDENTITY_BYTES
 from workers.kv.page_files import PageFiles
 from workers.kv_disk import KvDisk
+from workers.models.errors import ModelError
 from workers.models.kv_identity import kv_identity, weights_digest
 from workers.operations import Abort, Failed, FailureReason, Forward, Kind, Reset, Result
 
@@ -396,6 +398,10 @@ def test_the_identity_is_that_of_every_byte_of_the_weights_and_of_their_layout(t
     content[-1] ^= 1
     file.write_bytes(content)
     assert weights_digest(model) != before
+    os.mkfifo(model / "other.safetensors")
+    with pytest.raises(ModelError, match="is not a regular file"):
+        weights_digest(model)
+    (model / "other.safetensors").unlink()
 
     def identity(dtype: str, *, batch_invariant: bool = True) -> bytes:
         executor = LlmExecutor.load(model, dtype=dtype, kv_pages=4, self_check=False)
