@@ -144,6 +144,18 @@ def test_refusals_name_the_setting(changes: dict[str, Any], message: str) -> Non
         read(**changes)
 
 
+def test_infinity_may_be_written_as_python_writes_it(tmp_path: Path) -> None:
+    """As in the published configs of Mamba 2 and Nemotron-H."""
+    mamba2 = {"model_type": "mamba2", "hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 2}
+    limited = {**mamba2, "time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(limited))
+    assert ModelConfig.from_directory(tmp_path) == ModelConfig.from_settings(mamba2)
+    for number in ("NaN", "Infinity"):
+        (tmp_path / "config.json").write_text(json.dumps(OLD).replace("1e-06", number))
+        with pytest.raises(ModelError, match="rms_norm_eps: must be"):
+            ModelConfig.from_directory(tmp_path)
+
+
 def test_an_option_of_deepseek_v2_that_the_library_ignores_is_refused() -> None:
     settings = {"model_type": "deepseek_v2", "num_experts_per_tok": 2, "norm_topk_prob": True}
     with pytest.raises(UnsupportedError, match="norm_topk_prob: must be false"):
