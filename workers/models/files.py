@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -169,8 +169,7 @@ def parse_object(
         file: Its file, for messages.
         subject: The part of the file, for messages, with a trailing space; "" for all of it.
         max_values: The most values in the object, nested ones included. A value takes up to 200 bytes.
-        takes_infinity: Infinity and NaN may be there as Python writes them, which is no JSON. The caller
-            looks at each number.
+        takes_infinity: It may be there as Python writes it, which is no JSON. The caller looks at numbers.
 
     Raises:
         ModelError: The text is anything else.
@@ -179,7 +178,7 @@ def parse_object(
     if sum(map(content.count, (b",", b"[", b"{"))) > max_values:
         raise ModelError(f"{file}: {subject}holds more than {max_values} values")
     try:
-        constant: Callable[[str], object] = float if takes_infinity else _no_constant
+        constant = _infinity if takes_infinity else _no_constant
         found = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=constant)
     except ValueError as error:
         # Python's own text says how to raise its limit.
@@ -202,8 +201,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _no_constant(name: str) -> object:
+def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
+
+
+def _infinity(name: str) -> float:
+    return _no_constant(name) if name == "NaN" else float(name)
 
 
 def check_not_pickled(directory: Path) -> None:
