@@ -190,11 +190,13 @@ def test_extremes_do_not_saturate(form: GroupFormat) -> None:
         parts = weight.parts(torch.arange(16))
         parts.values.fill_(value)
         weight.write_parts(0, parts)
-        for x in (torch.full((3, 256), 2.0), torch.full((3, 256), -2.0)):
-            assert torch.equal(linear(x, weight), grouped_reference(x, weight, None))
+        for x in (torch.full((33, 256), 2.0), torch.full((33, 256), -2.0)):
             products = weight.dense().double() * x[0].double()
             allowed = 256 * 2**-22 * products.abs().sum(1) + 1e-3
-            assert ((linear(x, weight)[0].double() - products.sum(1)).abs() <= allowed).all()
+            for rows in (3, 9, 33):
+                found = linear(x[:rows], weight)
+                assert torch.equal(found, grouped_reference(x[:rows], weight, None)), rows
+                assert ((found.double() - products.sum(1)).abs() <= allowed).all(), rows
 
 
 @pytest.mark.parametrize("form", KINDS, ids=lambda form: form.name)

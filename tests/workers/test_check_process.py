@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model_factory import TinyModel, make_model
+from tests.families import settings_of
+from tests.model_factory import TinyModel, make_family_model, make_model
 from workers.common.child_process import import_path
+from workers.kv.sizing import KvSizingError
 from workers.models.check_process import check_apart
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
@@ -83,6 +85,16 @@ def test_what_the_check_refuses_is_refused_by_the_worker(tmp_path: Path) -> None
     )
     with pytest.raises(ModelError, match="rms_norm_eps is read as"):
         check_apart(directory, config, torch.float32, CPU)
+
+
+def test_states_that_do_not_fit_into_memory_are_a_refusal(tmp_path: Path) -> None:
+    """And not the end of the check's process, after which a worker is started again and again."""
+    family, settings = settings_of("granite hybrid")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_groups": 1}
+    states = {"mamba_n_heads": 64, "mamba_d_head": 1024, "mamba_d_state": 1 << 16, "mamba_expand": 8192}
+    directory = make_family_model(tmp_path, family, {**settings, **sizes, **states})
+    with pytest.raises(KvSizingError, match="the recurrent states do not fit"):
+        check_apart(directory, ModelConfig.from_directory(directory), torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

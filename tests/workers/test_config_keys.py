@@ -203,6 +203,12 @@ def test_the_text_part_may_say_little(wrapper: str, text: dict[str, Any] | None)
 
 _LINEAR = {"type": "linear", "factor": 2.0}
 _YARN = {"type": "yarn", "factor": 4.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(16)],
+    "long_factor": [2.0 + 0.3 * pair for pair in range(16)],
+}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What the library makes of a config that has it otherwise than a model's own saved config.
 CHANGED: list[tuple[str, dict[str, Any]]] = [
@@ -222,6 +228,9 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
         {"layers_block_type": None, "hybrid_override_pattern": "M-*", "n_groups": 1, "mamba_n_groups": 2},
     ),
     ("olmo3", {"rope_scaling": _YARN, "original_max_position_embeddings": 128}),
+    ("olmo3", {"rope_parameters": None, "rope_local_base_freq": 50.0}),
+    ("olmo3", {"rope_parameters": {_FULL: _YARN | {"rope_type": "yarn", "truncate": False}, _SLIDING: None}}),
+    ("gemma3", {"rope_parameters": {_FULL: None, _SLIDING: _LONGROPE}}),
 ]
 
 

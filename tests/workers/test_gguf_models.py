@@ -136,6 +136,17 @@ def test_a_family_computes_what_transformers_does(name: str, architecture: str, 
         assert said(ours, theirs) == theirs
 
 
+@pytest.mark.parametrize(("kind", "pooling"), [(0, ""), (1, "mean"), (3, "lasttoken"), ([3, 3], "")])
+def test_the_pooling_of_an_embedding_model_is_told(kind: Any, pooling: str, tmp_path: Path) -> None:
+    """As in the files of Qwen3-Embedding."""
+    vocabulary = byte_level("qwen2").metadata
+    directory = make_model(tmp_path / "hf", TinyModel(vocab_size=len(vocabulary["tokens"])))
+    written = {"qwen3.pooling_type": kind}
+    file = write_gguf(tmp_path / "model.gguf", directory, tokenizer=vocabulary, metadata=written)
+    _, description = load_served(file, "auto", CPU, None, backend=NATIVE, self_check=False)
+    assert source_of(file).text(description.vocab_size, 1 << 20).pooling == pooling
+
+
 def said(ours: ModelConfig, theirs: ModelConfig) -> ModelConfig:
     """The first, but for what files do not say, and for the rounding of numbers to float32."""
     numbers = {name: getattr(theirs, name) for name in ("rms_norm_eps", "attention_scale", "residual_scale")}

@@ -133,11 +133,33 @@ def test_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
             "layer_types: each must be one of full_attention, sliding",
         ),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": -1}, "max_window_layers"),
+        (
+            {"use_sliding_window": False, "sliding_window": 4, "layer_types": ["sliding_attention"] * 28},
+            "layer_types: sliding_attention needs a sliding_window that is used",
+        ),
     ],
 )
 def test_refusals_name_the_setting(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(**changes)
+
+
+def test_infinity_may_be_written_as_python_writes_it(tmp_path: Path) -> None:
+    """As in the published configs of Mamba 2 and Nemotron-H."""
+    mamba2 = {"model_type": "mamba2", "hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 2}
+    limited = {**mamba2, "time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(limited))
+    assert ModelConfig.from_directory(tmp_path) == ModelConfig.from_settings(mamba2)
+    for number, said in (("NaN", "NaN is not a number"), ("Infinity", "rms_norm_eps: must be from")):
+        (tmp_path / "config.json").write_text(json.dumps(OLD).replace("1e-06", number))
+        with pytest.raises(ModelError, match=said):
+            ModelConfig.from_directory(tmp_path)
+
+
+def test_an_option_of_deepseek_v2_that_the_library_ignores_is_refused() -> None:
+    settings = {"model_type": "deepseek_v2", "num_experts_per_tok": 2, "norm_topk_prob": True}
+    with pytest.raises(UnsupportedError, match="norm_topk_prob: must be false"):
+        ModelConfig.from_settings(settings)
 
 
 # As published for Mistral 7B: its window counts without a word about it.

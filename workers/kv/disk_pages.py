@@ -128,8 +128,10 @@ class DiskPages:
         self._found(write.digest)
 
     def _found(self, digest: bytes) -> None:
-        self._on_disk.add(digest)
-        self._queued.pop(digest, None)
+        """There is a file. If a page is being written to it, it is on disk when that has ended."""
+        if digest not in self._writing:
+            self._on_disk.add(digest)
+            self._queued.pop(digest, None)
 
     def stop_writes(self) -> None:
         """Store nothing until `takes_writes` is set again. Writes that are under way end as they can."""
@@ -177,9 +179,7 @@ class DiskPages:
         """Files of other workers were found, or files have been deleted."""
         self._on_disk.difference_update(gone)
         for digest in found:
-            # One that is being written here is found when that has ended.
-            if digest not in self._writing:
-                self._found(digest)
+            self._found(digest)
 
     def check_integrity(self, lookup: Callable[[bytes], int | None]) -> None:
         """Raise IntegrityError for a contradiction. `lookup`: `KvTable.find`."""

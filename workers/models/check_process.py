@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from workers.common.child_process import import_path, set_death_signal
+from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
 from workers.models.errors import ModelError
 
@@ -27,7 +28,7 @@ def check_apart(*arguments: Any) -> float | None:
     """The result of `check_native` on the CPU, with these arguments, as this process would compute it.
 
     Raises:
-        ModelError: As `check_native`.
+        ModelError, KvSizingError: As `check_native`.
         ImportError: The transformers library cannot be imported.
         MemoryError, RuntimeError: Memory ran out; or the process ended without a result, or does not end.
     """
@@ -70,7 +71,7 @@ def _main() -> None:
         from workers.models.native_parity_check import check_native  # noqa: PLC0415
 
         found = check_native(*arguments)
-    except (ImportError, ModelError, MemoryError, RuntimeError) as error:
+    except (ImportError, ModelError, KvSizingError, MemoryError, RuntimeError) as error:
         found = error
     with result:
         result.write(pickle.dumps(found))

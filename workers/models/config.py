@@ -243,7 +243,7 @@ class ModelConfig:
             num_key_value_heads=integer(settings, "num_key_value_heads", heads),
             head_dim=head_dim,
             rotary_dim=rotary_dim(settings, family, head_dim) if latent is None else latent.rotated,
-            max_position_embeddings=max_seq_len(settings),
+            max_position_embeddings=max_seq_len(settings, (layer.rope for layer in layers)),
             rms_norm_eps=number(settings, "rms_norm_eps", 1e-6),
             tie_word_embeddings=boolean(settings, "tie_word_embeddings", default=False),
             layers=layers,

@@ -147,13 +147,20 @@ def read_file(file: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_object(file: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, object]:
+def read_object(
+    file: Path, max_bytes: int = MAX_SETTINGS_BYTES, *, takes_infinity: bool = False
+) -> dict[str, object]:
     """The JSON object in a file. Raises ModelError; see `read_file` and `parse_object`."""
-    return parse_object(read_file(file, max_bytes), file)
+    return parse_object(read_file(file, max_bytes), file, takes_infinity=takes_infinity)
 
 
 def parse_object(
-    content: bytes, file: Path, subject: str = "", max_values: int = MAX_JSON_VALUES
+    content: bytes,
+    file: Path,
+    subject: str = "",
+    max_values: int = MAX_JSON_VALUES,
+    *,
+    takes_infinity: bool = False,
 ) -> dict[str, object]:
     """Parse a JSON object in which no key occurs twice.
 
@@ -162,6 +169,7 @@ def parse_object(
         file: Its file, for messages.
         subject: The part of the file, for messages, with a trailing space; "" for all of it.
         max_values: The most values in the object, nested ones included. A value takes up to 200 bytes.
+        takes_infinity: It may be there as Python writes it, which is no JSON. The caller looks at numbers.
 
     Raises:
         ModelError: The text is anything else.
@@ -170,7 +178,8 @@ def parse_object(
     if sum(map(content.count, (b",", b"[", b"{"))) > max_values:
         raise ModelError(f"{file}: {subject}holds more than {max_values} values")
     try:
-        found = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        constant = _infinity if takes_infinity else _no_constant
+        found = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=constant)
     except ValueError as error:
         # Python's own text says how to raise its limit.
         why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
@@ -192,8 +201,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _no_constant(name: str) -> object:
+def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
+
+
+def _infinity(name: str) -> float:
+    return _no_constant(name) if name == "NaN" else float(name)
 
 
 def check_not_pickled(directory: Path) -> None:

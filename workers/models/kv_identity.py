@@ -19,6 +19,7 @@ import torch
 from kernels.cpu import library
 from workers.common.code import worker_code
 from workers.kv.tensors import KvTensors
+from workers.models.files import open_regular
 from workers.models.model import ModelDescription
 from workers.models.passed_checks import VARIABLES
 from workers.models.source import source_of
@@ -85,8 +86,8 @@ def weights_digest(directory: Path) -> bytes:
 
 
 def _checksums(file: Path) -> Iterable[int]:
-    """The CRC-32 of each part of a file."""
+    """The CRC-32 of each part of a file. Raises OSError or ModelError."""
     buffer = bytearray(_PART_BYTES)
-    with file.open("rb", buffering=0) as opened:
+    with open_regular(file) as opened:
         while count := opened.readinto(buffer):
             yield zlib.crc32(memoryview(buffer)[:count])

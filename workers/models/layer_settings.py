@@ -51,6 +51,8 @@ def read_layer_types(
         raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")
     if len(listed) != layers:
         raise ModelError(f"layer_types: must have {layers} entries, got {len(listed)}")
+    if SLIDING in listed and not (windowed or family.rope_by_type):
+        raise ModelError(f"layer_types: {SLIDING} needs a sliding_window that is used")
     return listed
 
 
@@ -96,6 +98,8 @@ def _routing(settings: Mapping[str, object], count: int, family: Family) -> Rout
     known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
     if method not in known:
         raise UnsupportedError(f"topk_method: must be one of {', '.join(known)}, got {method!r}")
+    if not sigmoid and boolean(settings, "norm_topk_prob", default=False):
+        raise UnsupportedError("norm_topk_prob: must be false, which the library takes it for")
     if method != "greedy":
         groups, best = integer(settings, "n_group", 1), integer(settings, "topk_group", 1)
     if count % groups or best > groups or (groups > 1 and count // groups < 2):

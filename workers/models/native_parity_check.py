@@ -77,6 +77,7 @@ def check_native(
 
     Raises:
         ModelError: The library reads the config differently, or the error is too large.
+        KvSizingError: Its recurrent states do not fit into memory.
     """
     settings = read_settings(directory)
     _check_same_config(directory, config, settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kernels.rope import RopeSpec
 from workers.models.errors import ModelError, UnsupportedError
@@ -35,9 +35,10 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
         raise UnsupportedError(f"rope_parameters: must be by layer type, got {sorted(by_type)}")
     full = _object(by_type.get(FULL), f"rope_parameters.{FULL}") or {"rope_type": "default"}
     sliding = _object(by_type.get(SLIDING), f"rope_parameters.{SLIDING}")
+    # The library looks for `truncate` beside the types.
     return {
-        FULL: _read(settings, {**full, **scaling}, "rope_theta"),
-        SLIDING: _read(settings, sliding, "rope_local_base_freq"),
+        FULL: _read(settings, {**full, **scaling, "truncate": True}, "rope_theta"),
+        SLIDING: _read(settings, {**sliding, "truncate": True}, "rope_local_base_freq"),
     }
 
 
@@ -63,17 +64,11 @@ def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) ->
     return rotated
 
 
-def max_seq_len(settings: Mapping[str, object]) -> int:
-    """The longest sequence that can be served, in tokens. Raises ModelError.
-
-    With longrope the library rotates all keys differently once a sequence exceeds the original length. Keys
-    in pages are rotated already, so the original length is the limit.
-    """
+def max_seq_len(settings: Mapping[str, object], ropes: Iterable[RopeSpec | None]) -> int:
+    """The longest sequence that can be served with these rotations, in tokens. Raises ModelError."""
     longest = integer(settings, "max_position_embeddings")
-    parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
-    if not isinstance(parameters, Mapping) or _type_of(parameters) != "longrope":
-        return longest
-    return min(longest, _original_length(settings, parameters))
+    limits = (rope.max_position_embeddings for rope in ropes if rope is not None)
+    return min([longest, *filter(None, limits)])
 
 
 def longest_text(settings: Mapping[str, object], default: int) -> int:
@@ -108,7 +103,6 @@ def _type_of(parameters: Mapping[str, object]) -> str:
 def _read(settings: Mapping[str, object], parameters: Mapping[str, object], theta_name: str) -> RopeSpec:
     """One rotary embedding. In the old spelling its base is the setting `theta_name`."""
     longest = integer(settings, "max_position_embeddings")
-    served = max_seq_len(settings)
     theta = number(parameters, "rope_theta", number(settings, theta_name, 10_000.0))
     rope_type = _type_of(parameters)
     if rope_type == "default":
@@ -117,6 +111,9 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
     # A missing factor is an error, except for the types whose default is known.
     factors = {"longrope": longest / original, "proportional": 1.0}
     is_partial = rope_type == "proportional"
+    # With longrope the library rotates all keys differently once a sequence exceeds the original length. Keys
+    # in pages are rotated already, so that is the limit.
+    limits = {"longrope": min(longest, original), "dynamic": longest}
     try:
         return RopeSpec(
             theta=theta,
@@ -132,7 +129,7 @@ def _read(settings: Mapping[str, object], parameters: Mapping[str, object], thet
             mscale_all_dim=optional_number(parameters, "mscale_all_dim"),
             # For the library null is false here.
             truncate=boolean(parameters, "truncate", default="truncate" not in parameters),
-            max_position_embeddings=served if rope_type in ("dynamic", "longrope") else 0,
+            max_position_embeddings=limits.get(rope_type, 0),
             short_factor=positive_numbers(parameters, "short_factor"),
             long_factor=positive_numbers(parameters, "long_factor"),
             partial_rotary_factor=number(parameters, "partial_rotary_factor", 1.0) if is_partial else 1.0,

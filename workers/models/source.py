@@ -73,7 +73,8 @@ class DirectorySource:
         check_not_pickled(self.path)
 
     def settings(self) -> dict[str, object]:
-        return read_object(self.config_file)
+        # Those of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
+        return read_object(self.config_file, takes_infinity=True)
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
         """Those of generation_config.json."""

@@ -22,6 +22,8 @@ NEEDED = {
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WIDTH, WIDTH_OF_EXPERTS = "feed_forward_length", "expert_feed_forward_length"
 KV_HEADS = "attention.head_count_kv"
+# How hidden states become an embedding. It changes no logits.
+POOLING = "pooling_type"
 # Which layers are recurrent; and how many layers behind the others predict several tokens, and are not read.
 INTERVAL, RECURRENT_LAYERS, MORE_LAYERS = (
     "full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers",
@@ -37,6 +39,7 @@ _COMMON = frozenset({
     "rope.scaling.yarn_beta_slow",
     # These say where a file is from.
     "rope.scaling.finetuned", "tensor_data_layout", "attention.causal",
+    POOLING,
 })  # fmt: skip
 _EXPERTS = frozenset({"expert_count", "expert_used_count"})
 SHARED_EXPERT = "expert_shared_feed_forward_length"

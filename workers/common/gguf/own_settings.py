@@ -139,7 +139,9 @@ def _olmo(file: FileSettings) -> dict[str, object]:
         "model_type": "olmo3",
         "sliding_window": file.window,
         "layer_types": _sliding(file, _PERIOD),
-        "rope_local_base_freq": file.own.get("rope.freq_base_swa", theta),
+        "rope_parameters": {
+            _SLIDING: {"rope_type": "default", "rope_theta": file.own.get("rope.freq_base_swa", theta)}
+        },
     }
 
 

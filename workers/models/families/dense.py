@@ -113,9 +113,9 @@ DENSE: dict[str, Family] = {
     ),
     "olmo2": Family(defaults=_OLMO_DEFAULTS, qk_norm="row", norms=POST_NORMS, wide_norms=True),
     "olmo3": Family(
-        # In the old spelling the library uses `rope_theta` for the full layers only.
+        # In the old spelling the library uses `rope_theta` for the full layers only, and no other key.
         defaults=_OLMO_DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
-        reads=names("sliding_window layer_types rope_local_base_freq"),
+        reads=names("sliding_window layer_types"),
         qk_norm="row",
         norms=POST_NORMS,
         wide_norms=True,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workers.common.gguf import GgufError
+from workers.common.gguf.architectures import POOLING
 from workers.common.gguf.header import Value
 from workers.common.gguf.settings import TOKEN_ARRAYS
 from workers.common.gguf.splits import GEMMA4, Split, split_of
@@ -37,7 +38,7 @@ _MAX_PIECE_CHARACTERS = 256
 # Twice those of the largest known vocabulary, that of gemma3.
 _MAX_MERGES = 1 << 20
 # Of llama.cpp, by the names of sentence-transformers; 4 are scores of a reranker.
-_POOLINGS: Mapping[object, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
+_POOLINGS: Mapping[int, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 # Their pieces are merged in the order of the vocabulary: their scores do not say it.
 _IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
 
@@ -64,7 +65,8 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
     if len(content) > max_bytes - template.nbytes:
         warn_too_large("the tokenizer", len(content), max_bytes)
         content = b""
-    pooling = _POOLINGS.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"), "")
+    kind = metadata.get(f"{metadata.get('general.architecture')}.{POOLING}")
+    pooling = _POOLINGS.get(kind, "") if isinstance(kind, int) else ""
     end_id = _token_id(metadata, "eos_token_id", len(tokens))
     return ModelText(content, template, end_id=end_id, pooling=pooling)
 
