@@ -236,9 +236,10 @@ def rope_table(
     half = rotary_dim // 2
     table = torch.empty(max_positions, rotary_dim, dtype=torch.float32)  # [M, R]
     # Computed on the CPU, by operations that are the same on each, so that all devices have the same bits.
-    positions = torch.arange(max_positions, dtype=torch.float32)
-    for rows, part in zip(table.split(_PART_POSITIONS), positions.split(_PART_POSITIONS), strict=True):
-        rows[:, :half], rows[:, half:] = cosines_and_sines(torch.outer(part, frequencies))
+    for first in range(0, max_positions, _PART_POSITIONS):
+        part = table[first : first + _PART_POSITIONS]
+        positions = torch.arange(first, first + len(part), dtype=torch.float32)
+        part[:, :half], part[:, half:] = cosines_and_sines(torch.outer(positions, frequencies))
     if attention_factor != 1.0:
         table.mul_(attention_factor)
     return table.to(device)
