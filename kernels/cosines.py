@@ -11,8 +11,6 @@ from fractions import Fraction
 
 import torch
 
-# Numbers that are computed at a time, which stay in a cache.
-_PART = 1 << 15
 # pi / 2 in three parts: products of the first two with up to 2^23 quarter turns are exact.
 _PARTS_OF_QUARTER = (0x3243F6A8 / 2**29, 0x22168C23 / 2**59, float.fromhex("0x1.313198a2e037p-61"))
 # Of the series of Taylor, the last first. On [-pi / 4, pi / 4] the next terms are below 5e-17.
@@ -20,17 +18,9 @@ _OF_SINE = [float(Fraction((-1) ** n, math.factorial(2 * n + 1))) for n in range
 _OF_COSINE = [float(Fraction((-1) ** n, math.factorial(2 * n))) for n in range(8, -1, -1)]
 
 
-def cosines_and_sines(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of angles [n] in radians, float32 on the CPU, of up to 2^23: new tensors [n]."""
-    cosines, sines = torch.empty_like(angles), torch.empty_like(angles)
-    for first in range(0, len(angles), _PART):
-        part = slice(first, first + _PART)
-        cosines[part], sines[part] = _of_part(angles[part].double())
-    return cosines, sines
-
-
-def _of_part(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mutates the angles."""
+def cosines_and_sines(of_angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of angles in radians, float32 on the CPU, of up to 2^23: new tensors of float64."""
+    angles = of_angles.double()
     quarters = (angles * (2 / math.pi)).round_()
     for of_quarter in _PARTS_OF_QUARTER:
         angles.sub_(quarters * of_quarter)

@@ -38,6 +38,8 @@ from kernels.cosines import cosines_and_sines
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 # Types that depend on the length with which the model was trained.
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+# Positions that are computed at a time, in the cache and in little memory beside the table.
+_PART_POSITIONS = 512
 # Types that depend on the longest sequence.
 _WITH_LONGEST_TEXT = ("dynamic", "longrope")
 
@@ -234,9 +236,10 @@ def rope_table(
     half = rotary_dim // 2
     table = torch.empty(max_positions, rotary_dim, dtype=torch.float32)  # [M, R]
     # Computed on the CPU, by operations that are the same on each, so that all devices have the same bits.
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)  # [M, R / 2]
-    cosines, sines = cosines_and_sines(angles.flatten())
-    table[:, :half], table[:, half:] = cosines.view_as(angles), sines.view_as(angles)
+    for first in range(0, max_positions, _PART_POSITIONS):
+        part = table[first : first + _PART_POSITIONS]
+        positions = torch.arange(first, first + len(part), dtype=torch.float32)
+        part[:, :half], part[:, half:] = cosines_and_sines(torch.outer(positions, frequencies))
     if attention_factor != 1.0:
         table.mul_(attention_factor)
     return table.to(device)

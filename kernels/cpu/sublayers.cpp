@@ -51,6 +51,11 @@ struct Matrix {
     for (const MatrixPart* part = parts; part < parts + num_parts; part++) all += part->bytes(inputs, element_bytes);
     return all;
   }
+
+  bool rounds_rows() const {
+    return std::all_of(parts, parts + num_parts,
+                       [](const MatrixPart& part) { return part.format != nullptr && part.format->rounds_rows; });
+  }
 };
 
 // In the order of KINDS in kernels/cpu/sublayers.py.
@@ -80,6 +85,13 @@ struct Sublayer {
   const Mamba2Weights& mamba2() const { return *static_cast<const Mamba2Weights*>(scan); }
   const GatedDeltaWeights& gated_delta() const { return *static_cast<const GatedDeltaWeights*>(scan); }
   int64_t num_gates() const { return has_gates ? heads * width : 0; }
+
+  // Of how many rows a gated MLP is computed at a time: products of rounded rows read their weights for each kRoundedRows
+  // in any case, and what is between two of them takes less memory so. Other sublayers: all.
+  int64_t rows_at_once(int64_t rows, bool has_lora) const {
+    const bool parted = kind == kGatedMlp && !has_lora && into.rounds_rows() && out.rounds_rows();
+    return parted ? std::min(rows, kRoundedRows) : rows;
+  }
 };
 
 struct Step {
@@ -138,10 +150,12 @@ struct Buffers {
 
   // False if there is not so much memory.
   bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
-    int64_t width = 0, outputs = 0, inputs = 0, num_gates = 0, convolved = 0, unit = 0, scanned = 0;
+    int64_t width = 0, wide_size = 0, inner_size = 0, inputs = 0, num_gates = 0, convolved = 0, unit = 0, scanned = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
-      outputs = std::max(outputs, one.into.outputs);
+      const int64_t at_once = one.rows_at_once(rows, has_lora);
+      wide_size = std::max(wide_size, at_once * one.into.outputs);
+      inner_size = std::max(inner_size, at_once * one.out.inputs);
       inputs = std::max(inputs, one.out.inputs);
       num_gates = std::max(num_gates, one.num_gates());
       if (one.kind == kMamba2) convolved = std::max(convolved, one.mamba2().convolved());
@@ -154,8 +168,8 @@ struct Buffers {
     const int64_t widest = std::max(width, inputs);
     const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(InputOf<T>));
     const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
-    const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
-                             whole(rows * inputs * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
+    const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(wide_size * sizeof(T)),
+                             whole(inner_size * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
                              whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
                              whole(rows * convolved * sizeof(T)), whole(rows * scanned * sizeof(float)),
                              whole(rows * unit * sizeof(float)), whole(rows * num_gates * sizeof(T))};
@@ -263,10 +277,14 @@ struct Run {
   }
 
   void gate(const Sublayer& sublayer, const T* entered) {
-    const int64_t width = sublayer.out.inputs;
-    project(buffers.wide, sublayer.into, entered);
-    gated_activation<T>({buffers.inner, buffers.wide, rows, width, sublayer.into.outputs, sublayer.activation}, worker);
-    project(static_cast<T*>(step.x), sublayer.out, buffers.inner);
+    const int64_t width = sublayer.out.inputs, all = rows, at_once = sublayer.rows_at_once(all, lora != nullptr);
+    for (int64_t first = 0; first < all; first += at_once) {
+      rows = std::min(at_once, all - first);
+      project(buffers.wide, sublayer.into, entered + first * sublayer.into.inputs);
+      gated_activation<T>({buffers.inner, buffers.wide, rows, width, sublayer.into.outputs, sublayer.activation}, worker);
+      project(static_cast<T*>(step.x) + first * sublayer.out.outputs, sublayer.out, buffers.inner);
+    }
+    rows = all;
   }
 
   void convolve(const Sublayer& sublayer, const T* entered) {
