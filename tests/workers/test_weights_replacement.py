@@ -9,16 +9,30 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.model_factory import TinyModel, make_model
+from tests.families import MODELS, settings_of
+from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import LoraLimits
 from workers.executors.replacement import WeightsReplacement
+from workers.models.decoder import Decoder
 from workers.models.model import ModelDescription
+from workers.models.registry import FAMILIES
+from workers.models.weights import copy_weights
 from workers.operations import Failed, ReplacementRead, WeightsRead
 from workers.runners.eager import EagerRunner
 
 PATIENCE_S = 60
+# A model of each family whose layers compute something of their weights once.
+DERIVING = {
+    model_type: name
+    for name, (model_type, _) in MODELS.items()
+    if FAMILIES[model_type].recurrent is not None or "kv_lora_rank" in FAMILIES[model_type].reads
+}
+# Each kind of what is computed.
+ALWAYS = ("deepseek_v3", "lfm2", "falcon_mamba", "falcon_h1")
 
 
 def test_cancelled_replacements_are_not_in_memory_together() -> None:
@@ -74,3 +88,24 @@ def test_replaced_weights_leave_the_memory(tmp_path: Path, backend: str) -> None
         replacement.apply()
         assert old() is None
         assert executor.info().fingerprint == answer.model.fingerprint
+
+
+def logits_of(decoder: Decoder) -> torch.Tensor:
+    packer, kv, sequence = new_packer(1), poisoned_pages(decoder), HandSequence()
+    steps = ([5, 3, 8], [7])
+    return torch.cat([packer.run(decoder, [Item(sequence, tokens)], kv) for tokens in steps])
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough) for name in DERIVING],
+)
+def test_weights_that_are_copied_into_place_are_used(tmp_path: Path, model_type: str) -> None:
+    """As on a GPU, where a model has run before, and stays in its memory."""
+    kind, settings = settings_of(DERIVING[model_type])
+    served, other = (
+        load_decoder(make_family_model(tmp_path / f"{seed}", kind, settings, seed=seed)) for seed in (1, 2)
+    )
+    before, expected = logits_of(served), logits_of(other)
+    copy_weights(other, served)
+    assert torch.equal(logits_of(served), expected) and not torch.equal(before, expected)

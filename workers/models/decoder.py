@@ -174,6 +174,12 @@ class Decoder(Adapted):
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
     @torch.inference_mode()
+    def renew(self) -> None:
+        """Compute again what follows from the parameters, which were written through `targets`."""
+        for sublayer in self._sublayers():
+            sublayer.body.renew()
+
+    @torch.inference_mode()
     def use_float32_head(self) -> bool:
         """Compute logits in float32 from now on, after `pack`. False: not on a GPU, nor in a group."""
         if self.device.type != "cpu" or self._shard.group is not None:

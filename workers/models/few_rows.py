@@ -56,13 +56,13 @@ class Place:
     norm_dtype: torch.dtype | None  # None: the residual is added after it
     activation: Activation | None
     form: GpuFormat | None = None  # of a quantised weight
-    is_one_matrix: bool = True
+    has_kernel: bool = True  # for its weight, and for what is done to its outputs
 
     @property
     def tiles(self) -> Sequence[Tiles]:
         """Those that it may have; empty: it is separate operations."""
         quantised = self.form is not None
-        return tiles_for(self.dtype, self.activation, quantised=quantised) if self.is_one_matrix else ()
+        return tiles_for(self.dtype, self.activation, quantised=quantised) if self.has_kernel else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Product:
             norm_dtype,
             activation,
             weight.quantised.form if isinstance(weight, GpuWeight) else None,
-            isinstance(weight, DenseWeight | GpuWeight),
+            isinstance(weight, DenseWeight | GpuWeight) and not linear.factors,
         )
         return cls(place, linear, norm)
 

@@ -27,6 +27,7 @@ from kernels.state_rows import StateRows
 from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
 from workers.models.config import ModelConfig
+from workers.models.derived import renew
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import Projection
@@ -99,6 +100,10 @@ class Body(ABC):
     @abstractmethod
     def pack(self) -> None:
         """Pack the filled weights in place."""
+
+    def renew(self) -> None:
+        """Compute again what follows from the weights, which have changed in place."""
+        renew(self)
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
@@ -179,6 +184,10 @@ class Several(Body):
     def pack(self) -> None:
         for part in self.parts:
             part.pack()
+
+    def renew(self) -> None:
+        for part in self.parts:
+            part.renew()
 
 
 class Sublayer:

@@ -354,6 +354,7 @@ def copy_weights(source: Decoder, into: Decoder) -> None:
     targets = into.targets()
     for name, target in source.targets().items():
         targets[name].tensor.copy_(target.tensor, non_blocking=True)
+    into.renew()
     if into.device.type == "cuda":
         torch.cuda.synchronize(into.device)
 

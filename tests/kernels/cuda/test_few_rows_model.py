@@ -36,14 +36,16 @@ FUSED = {
     "qwen3_moe with dense layers": 12,
     **dict.fromkeys(("gemma2", "gemma3", "granite"), 7),
     **dict.fromkeys(("olmo2", "olmo3"), 0),
+    "falcon_h1": 0,
 }
-# Native code of the others is for CPUs.
+# Those with latents or states have tests of their own. Only one of them multiplies what products return.
 ON_GPUS = [name for name in WITHOUT_STATES if "kv_lora_rank" not in FAMILIES[MODELS[name][0]].reads]
+ON_GPUS += ["falcon_h1"]
 # In their products, what comes before and behind them, or their experts. The others differ from one of these
 # in positions, windows and widths.
 DIFFERING = (
     *("llama with biases", "qwen3", "mixtral", "qwen3_moe with dense layers", "gemma", "gemma2", "granite"),
-    *("olmo2", "phi3"),
+    *("olmo2", "phi3", "falcon_h1"),
 )
 
 
@@ -101,7 +103,7 @@ class Twins:
         return kv
 
     def step(self, items: list[Item]) -> None:
-        inputs = self._packer.pack(items)
+        inputs = self._packer.pack_with_states(items, self._kvs[0])
         ours, theirs = (
             decoder.logits(decoder.forward(inputs.to(kv.device), kv))
             for decoder, kv in zip(self._decoders, self._kvs, strict=True)
