@@ -248,6 +248,19 @@ def test_conversations_are_those_of_chats() -> None:
     assert list(made.items[0].chat.messages) == expected
 
 
+async def test_an_answer_goes_on_from_the_assistants_last_message() -> None:
+    """Called prefill: Anthropic's API has no field for it."""
+    begun = [*TALK, {"role": "assistant", "content": "It is ("}]
+    # Caches are not asked for here.
+    tools = [{**OF_MESSAGES[0], "eager_input_streaming": True}]
+    more = {"cache_control": {"type": "ephemeral"}, "tools": tools}
+    async with answering("A)") as (client, runtime):
+        asked = {"model": "local", "max_tokens": 9, "messages": begun, **more}
+        whole = (await client._client.post(f"{client.base_url}messages", json=asked)).json()
+        assert whole["content"] == [{"type": "text", "text": "A)"}]
+        assert runtime.prompt.endswith("|user:Go.|assistant:It is (")
+
+
 @pytest.mark.parametrize(
     ("parse", "body", "field"),
     [
