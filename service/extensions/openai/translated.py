@@ -105,9 +105,8 @@ class Blocks:
                     yield from self._begin(kind)
             elif part.broken:
                 self._calls[part.index].is_cut = True
-            block = self._calls.get(part.index) if part.arguments else self.all[-1] if self.all else None
-            text = part.content or part.thoughts or part.arguments
-            if text and block is not None:
+            if text := part.content or part.thoughts or part.arguments:
+                block = self._calls[part.index] if part.arguments else self.all[-1]
                 block.texts.append(text)
                 yield "delta", block, text
 

@@ -292,10 +292,9 @@ def test_what_is_refused(parse: Any, body: dict[str, Any], field: str) -> None:
 
 
 def test_arguments_of_several_calls_in_turns() -> None:
-    """As a provider may send them; those of a call that has not begun are dropped."""
+    """As a provider may send them."""
     blocks = Blocks()
     parts = [
-        Part(arguments="lost", index=3),
         Part(begun=("a", "f"), index=0),
         Part(begun=("b", "g"), index=1),
         Part(arguments='{"of": "f"}', index=0),
