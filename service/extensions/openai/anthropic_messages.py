@@ -29,9 +29,10 @@ from service.text.bounded_json import MAX_MESSAGES
 _NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
 # The fields that mean the same in chats.
 _SAME = ("model", "stream", "temperature", "top_p", "top_k")
-_IGNORED = frozenset({"metadata", "service_tier", "betas"})
+_IGNORED = frozenset({"metadata", "service_tier", "betas", "cache_control"})
 # What only concerns caches and citations.
 _IGNORED_OF_BLOCKS = frozenset({"cache_control", "citations"})
+_IGNORED_OF_TOOLS = _IGNORED_OF_BLOCKS | {"strict", "eager_input_streaming"}
 _STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -64,7 +65,12 @@ def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = T
     if (thinking := fields.raw("thinking")) is not None:
         body["chat_template_kwargs"] = _thinking(Fields(thinking, "thinking"))
     fields.refuse_others(_IGNORED, {"mcp_servers": [], "container": None})
-    return as_chat(CompletionRequest, body, resolve, _NAMES)
+    request = as_chat(CompletionRequest, body, resolve, _NAMES)
+    last = body["messages"][-1]
+    # Providers continue it by themselves, if they have the same API.
+    if request.model.is_local and last["role"] == "assistant" and "tool_calls" not in last:
+        request.items[0].chat.continue_last_message = bool(last["content"])
+    return request
 
 
 def _system(fields: Fields) -> list[dict[str, Any]]:
@@ -145,7 +151,7 @@ def _tool(tool: object, path: str) -> dict[str, Any]:
     function = {"name": fields.required("name"), "parameters": fields.raw("input_schema") or {}}
     if (description := fields.get("description", string)) is not None:
         function["description"] = description
-    fields.refuse_others(_IGNORED_OF_BLOCKS | {"strict"})
+    fields.refuse_others(_IGNORED_OF_TOOLS)
     return {"type": "function", "function": function}
 
 

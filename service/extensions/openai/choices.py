@@ -23,8 +23,8 @@ _FINISH = {
 class Call:
     """A tool call, whose arguments are in pieces."""
 
-    id: str = ""
-    name: str = ""
+    id: str
+    name: str
     arguments: list[str] = field(default_factory=list)
 
 
@@ -79,10 +79,9 @@ class Choice:
             if part.thoughts:
                 self.thoughts.append(part.thoughts)
             elif part.begun:
-                call = self.calls.setdefault(part.index, Call())
-                call.id, call.name = call.id or part.begun[0], call.name or part.begun[1]
+                self.calls[part.index] = Call(*part.begun)
             elif part.arguments:
-                self.calls.setdefault(part.index, Call()).arguments.append(part.arguments)
+                self.calls[part.index].arguments.append(part.arguments)
             else:
                 if part.broken:
                     del self.calls[part.index]

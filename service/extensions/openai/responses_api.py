@@ -161,7 +161,11 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
         call = {"id": item.required("call_id"), "type": "function", "function": function}
         if not _is_open(messages, ""):
             messages.append({"role": "assistant"})
-        messages[-1].setdefault("tool_calls", []).append(call)
+        if item.raw("status") == "incomplete":
+            # What is no call is content: its arguments may be no JSON.
+            messages[-1]["content"] = messages[-1].get("content", "") + function["arguments"]
+        else:
+            messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         content = text_of(item.raw("output"), item.path("output"), _TEXTS)
         messages.append({"role": "tool", "tool_call_id": item.required("call_id"), "content": content})
@@ -263,7 +267,7 @@ class ResponsesResponse(BlocksResponse):
     def _item(self, block: Block, *, is_whole: bool = True) -> dict[str, Any]:
         """An output item, or its beginning."""
         name = f"{self._number}_{block.index}"
-        status = "completed" if is_whole else "in_progress"
+        status = "in_progress" if not is_whole else "incomplete" if block.is_cut else "completed"
         if block.kind == CALL:
             call = {"id": f"fc_{name}", "type": "function_call", "status": status, "call_id": block.call_id}
             return {**call, "name": block.name, "arguments": block.text if is_whole else ""}

@@ -18,6 +18,8 @@ from service.text.output_parser import Part
 
 _Request = TypeVar("_Request", bound=CompletionRequest)
 THOUGHTS, TEXT, CALL = "thoughts", "text", "call"
+# The reasons of an end after which an answer is not whole.
+_CUT = frozenset({"length", "content_filter"})
 
 
 def as_chat(
@@ -33,7 +35,9 @@ def as_chat(
         first, dot, rest = error.field.partition(".")
         name, bracket, index = first.partition("[")
         place = names.get(name, name) + bracket + index + dot + rest
-        raise error.at(place) from None
+        is_named = error.message.startswith(error.field)
+        message = place + error.message.removeprefix(error.field) if is_named else error.message
+        raise InvalidArgument(error.reason, place, message) from None
     given = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
     given["tables"] = tuple(
         tuple(dataclasses.replace(one, name=names.get(one.name, one.name)) for one in table)
@@ -62,13 +66,18 @@ def text_of(value: object, path: str, kinds: Mapping[str, str], ignored: frozens
 
 @dataclass(slots=True)
 class Block:
-    """A stretch of thoughts or text, or a call; its text or arguments are in pieces."""
+    """A stretch of thoughts or text, or a call; its text or arguments are in pieces.
+
+    Attributes:
+        is_cut: Whether the answer's end has cut it off, or it is a call that has turned out to be malformed.
+    """
 
     kind: str
     index: int
     call_id: str = ""
     name: str = ""
     texts: list[str] = field(default_factory=list)
+    is_cut: bool = False
 
     @property
     def text(self) -> str:
@@ -94,16 +103,18 @@ class Blocks:
                 kind = TEXT if part.content else THOUGHTS
                 if not (self._is_open and self.all[-1].kind == kind):
                     yield from self._begin(kind)
-            block = self._calls.get(part.index) if part.arguments else self.all[-1] if self.all else None
-            text = part.content or part.thoughts or part.arguments
-            if text and block is not None:
+            elif part.broken:
+                self._calls[part.index].is_cut = True
+            if text := part.content or part.thoughts or part.arguments:
+                block = self._calls[part.index] if part.arguments else self.all[-1]
                 block.texts.append(text)
                 yield "delta", block, text
 
-    def end(self) -> Iterator[tuple[str, Block, str]]:
+    def end(self, *, is_cut: bool = False) -> Iterator[tuple[str, Block, str]]:
         """Ends the open block."""
         if self._is_open:
             self._is_open = False
+            self.all[-1].is_cut |= is_cut
             yield "end", self.all[-1], ""
 
     def _begin(self, kind: str, call_id: str = "", name: str = "") -> Iterator[tuple[str, Block, str]]:
@@ -133,7 +144,7 @@ class BlocksResponse(CompletionResponse):
         for event in self._blocks.add(parts):
             yield from self._block_events(*event)
         if choice.finish:
-            for event in self._blocks.end():
+            for event in self._blocks.end(is_cut=choice.finish in _CUT):
                 yield from self._block_events(*event)
             yield from self._end_events(choice)
 
@@ -156,6 +167,9 @@ def blocks_of(choice: Choice) -> list[Block]:
     blocks = [Block(THOUGHTS, 0, texts=choice.thoughts)] if choice.thoughts else []
     if any(choice.content):
         blocks.append(Block(TEXT, 0, texts=choice.content))
+    for block in blocks[-1:]:
+        # What was cut off of a call is text.
+        block.is_cut = choice.finish in _CUT
     blocks += [Block(CALL, 0, call.id, call.name, call.arguments) for call in choice.calls.values()]
     for index, block in enumerate(blocks):
         block.index = index

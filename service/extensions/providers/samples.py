@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
-from collections import defaultdict
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2
@@ -13,9 +14,12 @@ from service.extensions.providers.dialects.base import Delta, StreamUpdate, Tool
 from service.extensions.providers.failures import malformed
 from service.extensions.providers.prices import Prices, tokens_of
 from service.runtimes.base import ChunkSink
+from service.text.output_parser import MAX_CALLS
 from service.text.stops import StopMatcher
 
 _DECODER = codecs.getincrementaldecoder("utf-16-le")
+# Of a call for which the provider has none.
+_ID_BYTES = 12
 
 
 class Samples:
@@ -37,7 +41,7 @@ class Samples:
         self.estimated_tokens = 0
 
     def take(self, update: StreamUpdate) -> None:
-        """Adds an update of the stream. Raises ProviderFailure if the request has no such sample."""
+        """Adds an update of the stream. Raises ProviderFailure for a sample or a call that there is not."""
         if isinstance(update, runner_pb2.Usage):
             self.usage = update
             return
@@ -94,9 +98,9 @@ class _Sample:
         self._num_chunks = 0
         self._text = _DECODER("replace")
         self._thoughts = _DECODER("replace")
-        # By the index of the call.
-        self._arguments: defaultdict[int, codecs.IncrementalDecoder]
-        self._arguments = defaultdict(lambda: _DECODER("replace"))
+        self._num_calls = 0
+        # The last one with each index of the provider's.
+        self._calls: dict[int, _Call] = {}
         self._stop = ""
         self.finish: runner_pb2.FinishReason | None = None
 
@@ -146,12 +150,29 @@ class _Sample:
         )
 
     def _tool_call(self, delta: ToolCallDelta) -> runner_pb2.ToolCall | None:
-        arguments = _push(self._arguments[delta.index], delta.arguments_json)
-        if not (delta.id or delta.name or arguments):
+        """The next part of a call: the first has its id and its name. Raises ProviderFailure."""
+        call, begun = self._calls.get(delta.index), {}
+        # Some providers repeat id and name, some have one index for several calls, and some have no ids.
+        if call is None or (delta.name and delta.id != call.given_id):
+            if not delta.name or self._num_calls == MAX_CALLS:
+                raise malformed()
+            call = self._calls[delta.index] = _Call(self._num_calls, delta.id)
+            self._num_calls += 1
+            call_id = _whole(delta.id) or f"call_{secrets.token_hex(_ID_BYTES)}"
+            begun = {"id": call_id, "name": _whole(delta.name)}
+        arguments = _push(call.arguments, delta.arguments_json)
+        if not (begun or arguments):
             return None
-        return runner_pb2.ToolCall(
-            index=delta.index, id=_whole(delta.id), name=_whole(delta.name), arguments_json=arguments
-        )
+        return runner_pb2.ToolCall(index=call.index, arguments_json=arguments, **begun)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a sample. `given_id`: the provider's for it; empty: it has none."""
+
+    index: int
+    given_id: str
+    arguments: codecs.IncrementalDecoder = field(default_factory=lambda: _DECODER("replace"))
 
 
 def _push(decoder: codecs.IncrementalDecoder, text: str, *, is_last: bool = False) -> str:

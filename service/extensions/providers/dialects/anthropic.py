@@ -65,9 +65,11 @@ class Messages(Dialect):
             "model": config.model,
             "stream": True,
             "max_tokens": item.max_tokens or config.max_output_tokens,
-            "temperature": rounded(item.sampling.temperature),
             "messages": messages,
         }
+        # Its default. Newer models take none together with top_p, and some no other.
+        if item.sampling.temperature != 1:
+            body["temperature"] = rounded(item.sampling.temperature)
         if system:
             body["system"] = system
         if item.sampling.HasField("top_p"):

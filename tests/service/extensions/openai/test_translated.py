@@ -17,8 +17,10 @@ from service.extensions.openai.responses_api import ResponsesRequest
 from service.extensions.openai.responses_api import responses as kept_responses
 from service.extensions.openai.stored_responses import StoredResponses
 from service.extensions.openai.translated import Blocks
+from service.runtimes.base import Batch, ChunkSink
 from service.text.bounded_json import MAX_BYTES
 from service.text.output_parser import Part
+from tests.service.extensions.openai.test_front import FakeRuntime, chunk, serving
 from tests.service.extensions.openai.test_requests import resolve
 from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
 
@@ -98,6 +100,36 @@ async def test_a_response_goes_on_from_one_that_is_kept() -> None:
             with pytest.raises(openai.NotFoundError) as missing:
                 await gone(first.id)
             assert missing.value.code == "response_not_found"
+
+
+@pytest.mark.parametrize("previous", [True, False], ids=["kept", "sent back"])
+async def test_a_response_goes_on_from_one_whose_call_is_cut_off(previous: bool) -> None:
+    """A stream has sent the beginning of the call, whose arguments are no JSON. Its item is incomplete."""
+    async with answering(["Hm. " + CALLS[:56], "Sun."]) as (client, runtime):
+        async with client.responses.stream(model="local", input="Go.", tools=OF_RESPONSES) as stream:
+            first = await stream.get_final_response()
+        assert [item.status for item in first.output] == ["completed", "incomplete"]
+        assert first.output[1].arguments == '{"city": "B'
+        going_on: Any = {"input": "And?", "previous_response_id": first.id}
+        if not previous:
+            items = [item.to_dict() for item in first.output]
+            going_on = {"input": [*items, {"role": "user", "content": "And?"}]}
+        second = await client.responses.create(model="local", **going_on)
+        assert second.output_text == "Sun." and 'Hm.{"city": "B|user:And?' in runtime.prompt
+
+
+async def test_what_the_end_cuts_off_is_incomplete() -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        sink.put([chunk(reasoning_content="Hm.")])
+        sink.put([chunk("On", finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+
+    async with serving(FakeRuntime(generate)) as server, server.client() as client:
+        whole = await client.responses.create(model="m", input="Go.")
+        stream = await client.responses.create(model="m", input="Go.", stream=True)
+        events = [event async for event in stream]
+        for answer in (whole, events[-1].response):
+            assert answer.status == "incomplete"
+            assert [item.status for item in answer.output] == ["completed", "incomplete"]
 
 
 async def raw_events(client: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -216,6 +248,19 @@ def test_conversations_are_those_of_chats() -> None:
     assert list(made.items[0].chat.messages) == expected
 
 
+async def test_an_answer_goes_on_from_the_assistants_last_message() -> None:
+    """Called prefill: Anthropic's API has no field for it."""
+    begun = [*TALK, {"role": "assistant", "content": "It is ("}]
+    # Caches are not asked for here.
+    tools = [{**OF_MESSAGES[0], "eager_input_streaming": True}]
+    more = {"cache_control": {"type": "ephemeral"}, "tools": tools}
+    async with answering("A)") as (client, runtime):
+        asked = {"model": "local", "max_tokens": 9, "messages": begun, **more}
+        whole = (await client._client.post(f"{client.base_url}messages", json=asked)).json()
+        assert whole["content"] == [{"type": "text", "text": "A)"}]
+        assert runtime.prompt.endswith("|user:Go.|assistant:It is (")
+
+
 @pytest.mark.parametrize(
     ("parse", "body", "field"),
     [
@@ -242,13 +287,14 @@ def test_what_is_refused(parse: Any, body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse({"model": "m", **body, **more}, resolve)
     assert caught.value.field == field
+    # What a chat calls it, is not said.
+    assert "max_completion_tokens" not in caught.value.message
 
 
 def test_arguments_of_several_calls_in_turns() -> None:
-    """As a provider may send them; those of a call that has not begun are dropped."""
+    """As a provider may send them."""
     blocks = Blocks()
     parts = [
-        Part(arguments="lost", index=3),
         Part(begun=("a", "f"), index=0),
         Part(begun=("b", "g"), index=1),
         Part(arguments='{"of": "f"}', index=0),

@@ -123,6 +123,33 @@ async def test_surrogate_pairs_are_joined(provider: FakeProvider, dialect: str) 
     assert texts == ['"\N{GRINNING FACE}"', f"{bad}x"]
 
 
+def tool_call(index: int, name: str = "", arguments: str = "", **call_id: str) -> dict[str, object]:
+    function = {"name": name, "arguments": arguments}
+    return delta(tool_calls=[{"index": index, **call_id, "type": "function", "function": function}])
+
+
+async def test_calls_are_apart_however_a_provider_sends_them(provider: FakeProvider) -> None:
+    """Each has an id, by which the next request says what it has returned, and begins once."""
+    events = [
+        # Of a provider that repeats what a call is called.
+        tool_call(0, "f", '{"a":', id="c1"),
+        tool_call(0, "f", "1}", id="c1"),
+        # Of one whose calls have the same index.
+        tool_call(0, "g", "{}", id="c2"),
+        # Of one without ids.
+        tool_call(1, "h"),
+        tool_call(1, arguments="{}"),
+    ]
+    provider.script.append(stream(*events, delta(finish="tool_calls")))
+    out = await answered(provider, item())
+    parts = [call for chunk in out.of() for call in chunk.tool_calls]
+    begun = [(call.index, call.name) for call in parts if call.id]
+    assert begun == [(0, "f"), (1, "g"), (2, "h")] == [(call.index, call.name) for call in parts if call.name]
+    assert [call.id for call in parts if call.id][:2] == ["c1", "c2"]
+    texts = ["".join(call.arguments_json for call in parts if call.index == index) for index in range(3)]
+    assert texts == ['{"a":1}', "{}", "{}"]
+
+
 async def test_stop_texts_beyond_the_providers_limit_end_the_stream_here(provider: FakeProvider) -> None:
     stops = ["1", "2", "3", "4", "END"]
     provider.script.append(stream(delta("one E"), delta("ND two"), delta("three"), delta(finish="stop")))

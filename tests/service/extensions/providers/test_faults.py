@@ -85,6 +85,14 @@ PASSING: dict[str, tuple[Reply, str]] = {
     "choices that are none": (stream({"choices": 3}), "SERVER_ERROR"),
     "a sample nobody asked for": (stream(delta("x", sample=1)), "SERVER_ERROR"),
     "an index below 0": (stream(delta("x", sample=-1)), "SERVER_ERROR"),
+    "a call that has not begun": (
+        stream(delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])),
+        "SERVER_ERROR",
+    ),
+    "too many calls": (
+        stream(delta(tool_calls=[{"index": i, "function": {"name": "f"}} for i in range(129)])),
+        "SERVER_ERROR",
+    ),
     "a page": (raw(HEAD.replace(b"event-stream", b"html") + b"<p>"), "SERVER_ERROR"),
     "a compressed answer": (raw(HEAD.replace(b"\r\n\r\n", GZIP)), "SERVER_ERROR"),
     "a line that is too long": (raw(HEAD + b"data: " + b"x" * 5000), "SERVER_ERROR"),

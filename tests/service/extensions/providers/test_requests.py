@@ -133,6 +133,14 @@ def test_settings_are_passed_on() -> None:
     assert not {"top_k", "min_p", "repetition_penalty"} & made.keys()
 
 
+def test_anthropics_models_get_no_temperature_that_is_their_default() -> None:
+    """Newer ones refuse it together with top_p, and the HTTP API sets it to 1 where nothing is said."""
+    own = sampling(temperature=1, top_p=0.5)
+    made = body("anthropic-messages", asked(sampling=own))
+    assert made["top_p"] == 0.5 and "temperature" not in made
+    assert body("anthropic-messages", asked(sampling=sampling(temperature=0.5)))["temperature"] == 0.5
+
+
 def test_extensions_are_for_providers_that_have_them() -> None:
     own = sampling(top_k=5, min_p=0.1, typical_p=0.9, repetition_penalty=1.1)
     wanted = asked(sampling=own, stop_token_ids=[7], ignore_eos=True)
