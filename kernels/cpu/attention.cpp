@@ -200,7 +200,7 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
     scores[v] = seen ? scores[v] : splat(kHidden);
     highest_lanes = larger(scores[v], highest_lanes);
   }
-  const float before = rows.maxima[into], highest = std::max(before, reduce(highest_lanes, larger));
+  const float before = rows.maxima[into], highest = std::max(before, reduce(highest_lanes, larger<Floats>));
   Floats total{};
   for (int64_t v = 0; v < kBlockParts; v++) {
     // Without a visible key so far there is no maximum to subtract.

@@ -22,14 +22,7 @@ struct Factors {
   alignas(64) float extras[2 * kChunkGroups][kBlockOutputs];
 };
 
-// As many outputs of a block as a vector has: of two vectors as one GCC copies every part through memory.
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
-typedef float Part __attribute__((vector_size(32)));
-#else
-using Part = Floats;
-#endif
-constexpr int64_t kPartOutputs = sizeof(Part) / sizeof(float);
-typedef uint8_t PartBytes __attribute__((vector_size(kPartOutputs)));
+typedef uint8_t PartBytes __attribute__((vector_size(kPartLanes)));
 
 // Of the portable notation for the next two, GCC makes one operation for each number.
 
@@ -100,7 +93,7 @@ inline void find_factors_of_part(const GroupFormat& format, const uint8_t* chunk
 }
 
 inline void find_factors(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
-  for (int64_t output = 0; output < kBlockOutputs; output += kPartOutputs)
+  for (int64_t output = 0; output < kBlockOutputs; output += kPartLanes)
     find_factors_of_part(format, chunk, groups, output, to);
 }
 

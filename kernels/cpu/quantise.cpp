@@ -39,8 +39,8 @@ inline Factors search_with_minimum(const Group& group, float levels) {
   const Floats x0 = group.halves[0], x1 = group.halves[1];
   const float squares = sum(x0 * x0 + x1 * x1);
   if (!std::isfinite(squares)) return {kNotFinite, 0.0f};
-  const float low = std::min(0.0f, -reduce(larger(-x0, -x1), larger));
-  const float range = reduce(larger(x0, x1), larger) - low;
+  const float low = std::min(0.0f, -reduce(larger(-x0, -x1), larger<Floats>));
+  const float range = reduce(larger(x0, x1), larger<Floats>) - low;
   Factors found{range / levels, low};
   if (!(range > 0.0f)) return found;
   // Large values count more.
