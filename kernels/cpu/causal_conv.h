@@ -22,12 +22,12 @@ struct GatedInput {
   const T* projected;  // [T, 3 * C]
   int64_t width;
 
-  Floats input(int64_t row, int64_t d, int count) const {
+  Part input(int64_t row, int64_t d, int count) const {
     const T* gates = projected + 3 * row * width + d;
-    return rounded(load_lanes(gates, count) * load_lanes(gates + 2 * width, count), projected);
+    return rounded(load_lanes<Part>(gates, count) * load_lanes<Part>(gates + 2 * width, count), projected);
   }
-  Floats output(Floats sum, int64_t row, int64_t d, int count) const {
-    return load_lanes(projected + (3 * row + 1) * width + d, count) * rounded(sum, projected);
+  Part output(Part sum, int64_t row, int64_t d, int count) const {
+    return load_lanes<Part>(projected + (3 * row + 1) * width + d, count) * rounded(sum, projected);
   }
 };
 
@@ -48,14 +48,14 @@ struct CausalConv {
     const int64_t stretches = (width + kStretch - 1) / kStretch;
     worker.for_shares(rows * stretches, [&](int64_t task) {
       const int64_t row = task / stretches, first = task % stretches * kStretch;
-      for_lanes(std::min(kStretch, width - first), [&](int64_t d, int count) { convolve(row, first + d, count); });
+      for_parts(std::min(kStretch, width - first), [&](int64_t d, int count) { convolve(row, first + d, count); });
     });
     const int64_t kept = length - 1;
     worker.for_shares(rows * kept, [&](int64_t task) {
       const int64_t row = task / kept, place = task % kept;
       if (at.keeps[row] < 0) return;
       T* to = states + (at.keeps[row] * kept + place) * width;
-      for_lanes(width, [&](int64_t d, int count) {
+      for_parts(width, [&](int64_t d, int count) {
         store_lanes(to + d, input(row, kept - 1 - place, d, count), count);
       });
     });
@@ -63,19 +63,19 @@ struct CausalConv {
 
  private:
   void convolve(int64_t row, int64_t d, int count) const {
-    Floats sum = input(row, length - 1, d, count) * load_lanes(taps + d, count);
+    Part sum = input(row, length - 1, d, count) * load_lanes<Part>(taps + d, count);
     for (int64_t tap = 1; tap < length; tap++)
-      sum = sum + input(row, length - 1 - tap, d, count) * load_lanes(taps + tap * width + d, count);
-    if (bias != nullptr) sum = sum + load_lanes(bias + d, count);
+      sum = sum + input(row, length - 1 - tap, d, count) * load_lanes<Part>(taps + tap * width + d, count);
+    if (bias != nullptr) sum = sum + load_lanes<Part>(bias + d, count);
     store_lanes(out + row * width + d, around.output(sum, row, d, count), count);
   }
 
   // That of the token `back` before that of a row: of a row of the same item, or in its state.
-  Floats input(int64_t row, int64_t back, int64_t d, int count) const {
+  Part input(int64_t row, int64_t back, int64_t d, int count) const {
     const int64_t begin = at.begins[row], source = at.sources[row], from = row - back;
     if (from >= begin) return around.input(from, d, count);
-    if (source < 0) return Floats{};
-    return load_lanes(states + (source * (length - 1) + length - 1 + from - begin) * width + d, count);
+    if (source < 0) return Part{};
+    return load_lanes<Part>(states + (source * (length - 1) + length - 1 + from - begin) * width + d, count);
   }
 };
 

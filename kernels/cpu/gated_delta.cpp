@@ -2,7 +2,7 @@
 
 #include "gated_delta.h"
 
-#include <memory>
+#include <cmath>
 
 #include "rms_norm.h"
 
@@ -15,39 +15,17 @@ void make_unit(float* out, const T* from, int64_t width, float scale) {
   constexpr float kEps = 1e-6f;  // added to the sum of squares
   const float factor = scale * inverse_rms(from, width, kEps / static_cast<float>(width)) /
                        std::sqrt(static_cast<float>(width));
-  for_lanes(width, [&](int64_t d, int count) { store_lanes(out + d, load_lanes(from + d, count) * splat(factor), count); });
+  for_parts(width, [&](int64_t d, int count) { store_lanes(out + d, load_lanes<Part>(from + d, count) * factor, count); });
 }
 
-// One token of a head: what it has of `kVectors` * 16 columns of the state, or of `count` < 16.
-template <bool kWide>
-struct Columns {
-  const float *key, *query;  // [K]
-  const float* decays;       // [K], if each element of a key has its own
-  const float* from;         // the state before [K, V], from the first column on
-  float* to;                 // that after it
-  int64_t key_width, head_width;
-  Floats decay, beta;        // if all have the same
+// What heads need of a row, in this order. If each element of a key has a decay of its own, J = H.
+struct Prepared {
+  float *queries, *keys;  // [J, K]
+  float *decays;          // [H], or [H, K]
+  float *betas;           // [H]
 
-  template <int kVectors>
-  void run(const Floats* value, Floats* out, int count) const {
-    Floats held[kVectors] = {}, sums[kVectors] = {};
-    for (int64_t k = 0; k < key_width; k++)
-      for (int v = 0; v < kVectors; v++)
-        held[v] = fused(load_lanes(from + place(k, v), count), splat(kWide ? key[k] * decays[k] : key[k]), held[v]);
-    Floats change[kVectors];
-    for (int v = 0; v < kVectors; v++) change[v] = (value[v] - (kWide ? held[v] : held[v] * decay)) * beta;
-    for (int64_t k = 0; k < key_width; k++)
-      for (int v = 0; v < kVectors; v++) {
-        const Floats left = load_lanes(from + place(k, v), count) * (kWide ? splat(decays[k]) : decay);
-        const Floats next = fused(splat(key[k]), change[v], left);
-        store_lanes(to + place(k, v), next, count);
-        sums[v] = fused(next, splat(query[k]), sums[v]);
-      }
-    for (int v = 0; v < kVectors; v++) out[v] = sums[v];
-  }
-
- private:
-  int64_t place(int64_t k, int v) const { return k * head_width + v * kLanes; }
+  Prepared(float* from, const GatedDeltaWeights& w)
+      : queries(from), keys(queries + w.keys()), decays(keys + w.keys()), betas(decays + w.steps()) {}
 };
 
 template <typename T>
@@ -56,41 +34,64 @@ struct Scan {
   const GatedDeltaWeights& w;
   const ScanSpace<T>& space;
 
-  // exp(decays * softplus(a + dt_bias)), of the a with this number.
-  float decay(int64_t row, int64_t a, int64_t h) const {
-    const T* steps = projected + row * w.stride() + w.inner() + w.convolved() + w.heads;
-    return std::exp(softplus(load_one(steps + a) + w.dt_bias[a]) * w.decays[h]);
+  Prepared prepared(int64_t row) const { return {space.prepared + row * w.stride(), w}; }
+
+  // The query and the key of a key head.
+  void prepare_keys(int64_t row, int64_t head) const {
+    const Prepared to = prepared(row);
+    const T* query = space.convolved + row * w.convolved() + head * w.key_width;
+    make_unit(to.queries + head * w.key_width, query, w.key_width, 1.0f / std::sqrt(static_cast<float>(w.key_width)));
+    make_unit(to.keys + head * w.key_width, query + w.keys(), w.key_width, 1.0f);
   }
 
-  template <bool kWide>
-  void step(int64_t row, int64_t h, const float* from, float* to) const {
-    const int64_t inner = w.inner(), width = w.convolved(), key_head = w.key_head_of(h);
-    const float beta = Sigmoid::of(splat(load_one(projected + row * w.stride() + inner + width + h)))[0];
-    const float* query = space.unit + row * w.unit() + key_head * w.key_width;
-    const float* key = query + w.keys();
-    Columns<kWide> columns{key, query, key + w.keys(), from, to, w.key_width, w.head_width,
-                           splat(kWide ? 1.0f : decay(row, h, h)), splat(beta)};
-    const T* value = space.convolved + row * width + 2 * w.keys() + h * w.head_width;
-    float* y = space.scanned + row * inner + h * w.head_width;
-    int64_t first = 0;
-    // Several vectors at once, since each sum waits for its last term.
-    for (; first + kTogether * kLanes <= w.head_width; first += kTogether * kLanes)
-      of_columns<kTogether>(columns, first, value, y, kLanes);
-    for (; first < w.head_width; first += kLanes)
-      of_columns<1>(columns, first, value, y, static_cast<int>(std::min<int64_t>(kLanes, w.head_width - first)));
+  // decays: exp(decays * softplus(a + dt_bias)); betas: sigmoid(b).
+  void prepare_steps(int64_t row) const {
+    const Prepared to = prepared(row);
+    const T* betas = projected + row * w.stride() + w.inner() + w.convolved();
+    const T* steps = betas + w.heads;
+    for_parts(w.heads, [&](int64_t h, int count) {
+      store_lanes(to.betas + h, Sigmoid::of(load_lanes<Part>(betas + h, count)), count);
+    });
+    const auto decay = [&](int64_t a, int count, Part rates) {
+      const Part step = softplus(load_lanes<Part>(steps + a, count) + load_lanes<Part>(w.dt_bias + a, count));
+      store_lanes(to.decays + a, exponential(step * rates), count);
+    };
+    if (!w.is_wide)
+      return for_parts(w.heads, [&](int64_t h, int count) { decay(h, count, load_lanes<Part>(w.decays + h, count)); });
+    for (int64_t h = 0; h < w.heads; h++)
+      for_parts(w.key_width, [&](int64_t k, int count) { decay(h * w.key_width + k, count, splat<Part>(w.decays[h])); });
   }
 
- private:
-  static constexpr int kTogether = 4;
-
-  template <int kVectors, bool kWide>
-  static void of_columns(Columns<kWide> columns, int64_t first, const T* value, float* y, int count) {
-    Floats values[kVectors], sums[kVectors];
-    for (int v = 0; v < kVectors; v++) values[v] = load_lanes(value + first + v * kLanes, count);
-    columns.from += first;
-    columns.to += first;
-    columns.template run<kVectors>(values, sums, count);
-    for (int v = 0; v < kVectors; v++) store_lanes(y + first + v * kLanes, sums[v], count);
+  template <bool kWide, int kParts>
+  void step(int64_t row, int64_t h, int64_t first, int count, const Columns& state) const {
+    const Prepared of_row = prepared(row);
+    const int64_t key_head = w.key_head_of(h) * w.key_width, column = h * w.head_width + first;
+    const float *key = of_row.keys + key_head, *query = of_row.queries + key_head;
+    const float* decays = of_row.decays + (kWide ? key_head : h);
+    Part held[kParts] = {}, changes[kParts], sums[kParts] = {};
+    for (int64_t k = 0; k < w.key_width; k++) {
+      const Part by = splat<Part>(kWide ? key[k] * decays[k] : key[k]);
+      for (int v = 0; v < kParts; v++)
+        held[v] = fused(load_lanes<Part>(state.from + k * state.from_stride + v * kPartLanes, count), by, held[v]);
+    }
+    const T* values = space.convolved + row * w.convolved() + 2 * w.keys() + column;
+    for (int v = 0; v < kParts; v++) {
+      const Part value = load_lanes<Part>(values + v * kPartLanes, count);
+      changes[v] = (value - (kWide ? held[v] : held[v] * decays[0])) * of_row.betas[h];
+    }
+    for (int64_t k = 0; k < w.key_width; k++) {
+      const float* from = state.from + k * state.from_stride;
+      float* to = state.to + k * state.to_stride;
+      const Part decay = splat<Part>(decays[kWide ? k : 0]), by = splat<Part>(key[k]), of = splat<Part>(query[k]);
+      for (int v = 0; v < kParts; v++) {
+        const Part left = load_lanes<Part>(from + v * kPartLanes, count) * decay;
+        const Part next = fused(by, changes[v], left);
+        store_lanes(to + v * kPartLanes, next, count);
+        sums[v] = fused(next, of, sums[v]);
+      }
+    }
+    float* y = space.scanned + row * w.inner() + column;
+    for (int v = 0; v < kParts; v++) store_lanes(y + v * kPartLanes, sums[v], count);
   }
 };
 
@@ -99,10 +100,10 @@ template <typename T>
 void normalise(T* out, const float* y, const T* gate, const GatedDeltaWeights& w) {
   const T* weight = static_cast<const T*>(w.norm);
   for (int64_t first = 0; first < w.inner(); first += w.head_width) {
-    const Floats factor = splat(inverse_rms(y + first, w.head_width, static_cast<float>(w.eps)));
-    for_lanes(w.head_width, [&](int64_t d, int count) {
-      const Floats normed = load_lanes(weight + d, count) * (load_lanes(y + first + d, count) * factor);
-      const Floats opening = load_lanes(gate + first + d, count);
+    const float factor = inverse_rms(y + first, w.head_width, static_cast<float>(w.eps));
+    for_parts(w.head_width, [&](int64_t d, int count) {
+      const Part normed = load_lanes<Part>(weight + d, count) * (load_lanes<Part>(y + first + d, count) * factor);
+      const Part opening = load_lanes<Part>(gate + first + d, count);
       store_lanes(out + first + d, normed * (w.is_wide ? Sigmoid::of(opening) : Silu::of(opening)), count);
     });
   }
@@ -117,27 +118,20 @@ void gated_delta(T* out, const T* projected, const GatedDeltaWeights& w, T* inpu
   CausalConv<T, PlainInput<T>>{space.convolved, static_cast<const T*>(w.taps), nullptr, inputs,
                                {projected, stride, inner}, at, rows, width, w.num_taps}
       .run(worker);
-  const float query_scale = 1.0f / std::sqrt(static_cast<float>(w.key_width));
   const Scan<T> scan{projected, w, space};
-  const int64_t parts = w.unit() / w.key_width;  // queries, keys, and decays if they are wide
-  worker.for_shares(rows * parts, [&](int64_t task) {
-    const int64_t row = task / parts, head = task % parts;
-    float* unit = space.unit + row * w.unit() + head * w.key_width;
-    if (head >= 2 * w.key_heads) {
-      const int64_t h = head - 2 * w.key_heads;
-      for (int64_t k = 0; k < w.key_width; k++) unit[k] = scan.decay(row, h * w.key_width + k, h);
-      return;
-    }
-    make_unit(unit, space.convolved + row * width + head * w.key_width, w.key_width,
-              head < w.key_heads ? query_scale : 1.0f);
+  worker.for_shares(rows * (w.key_heads + 1), [&](int64_t task) {
+    const int64_t row = task / (w.key_heads + 1), head = task % (w.key_heads + 1);
+    if (head < w.key_heads) scan.prepare_keys(row, head);
+    else scan.prepare_steps(row);
   });
-  const int64_t size = w.state_size();
-  const std::unique_ptr<float[]> state(new float[size]);
+  Tile tile;
   worker.for_shares(w.heads, [&](int64_t h) {
-    scan_rows(state.get(), size, states, w.heads, h, at, rows, [&](int64_t row, const float* from, float* to) {
-      if (w.is_wide) scan.template step<true>(row, h, from, to);
-      else scan.template step<false>(row, h, from, to);
-    });
+    scan_rows({states, w.heads, h, w.key_width, w.head_width}, at, rows, tile,
+              [&](auto parts, int64_t row, int64_t first, int count, const Columns& columns) {
+                constexpr int kParts = decltype(parts)::value;
+                if (w.is_wide) scan.template step<true, kParts>(row, h, first, count, columns);
+                else scan.template step<false, kParts>(row, h, first, count, columns);
+              });
   });
   worker.for_shares(rows, [&](int64_t row) {
     normalise(out + row * inner, space.scanned + row * inner, projected + row * stride, w);

@@ -23,7 +23,6 @@ struct GatedDeltaWeights {
   int64_t convolved() const { return 2 * keys() + inner(); }
   int64_t steps() const { return is_wide ? keys() : heads; }
   int64_t stride() const { return inner() + convolved() + heads + steps(); }
-  int64_t unit() const { return (is_wide ? 3 : 2) * keys(); }
   int64_t key_head_of(int64_t head) const { return head / adjacent % key_heads; }
 };
 

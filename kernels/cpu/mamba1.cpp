@@ -3,8 +3,6 @@
 //
 // Letters: T rows; I channels, H heads of P of them; N elements of a channel's state; L taps.
 
-#include <memory>
-
 #include "state_scan.h"
 
 namespace quire {
@@ -38,38 +36,55 @@ void convolve(const ScanArguments& a, int64_t threads) {
   });
 }
 
-// The next state of a head, and what is read of it. A row has x, dt and gates [I] each, then B and C.
 template <typename T>
-void step(const Mamba1Weights& w, const T* row, int64_t h, T* out, const float* from, float* to) {
-  const int64_t inner = w.inner(), first = h * w.head_width;
-  const T *into = row + 3 * inner, *out_of = into + w.state_width;
-  for_lanes(w.head_width, [&](int64_t p, int count) {
-    const int64_t d = first + p;
-    float steps[kLanes] = {};
-    for (int i = 0; i < count; i++) steps[i] = softplus(load_one(row + inner + d + i) + w.dt_bias[d + i]);
-    const Floats x = load_lanes(row + d, count), dt = load_lanes(steps, count), change = x * dt;
-    Floats sum = x * load_lanes(w.direct + d, count);
-    for (int64_t n = 0; n < w.state_width; n++) {
-      const int64_t place = n * w.head_width + p;
-      const Floats decay =
-          power_of_two(dt * load_lanes(w.decays + h * w.state_size() + place, count) * splat(kLog2E));
-      const Floats next = fused(load_lanes(from + place, count), decay, change * splat(load_one(into + n)));
-      store_lanes(to + place, next, count);
-      sum = fused(next, splat(load_one(out_of + n)), sum);
+struct Scan {
+  const T* rows;  // a row has x, dt and gates [I] each, then B and C
+  T* out;
+  const Mamba1Weights& w;
+
+  template <int kParts>
+  void step(int64_t number, int64_t h, int64_t first, int count, const Columns& state) const {
+    const int64_t inner = w.inner(), d = h * w.head_width + first;
+    const T *row = rows + number * w.stride(), *into = row + 3 * inner, *out_of = into + w.state_width;
+    const float* decays = w.decays + h * w.state_size() + first;
+    Part times[kParts], changes[kParts], sums[kParts];
+    for (int v = 0; v < kParts; v++) {
+      const int64_t place = d + v * kPartLanes;
+      const Part x = load_lanes<Part>(row + place, count);
+      times[v] = softplus(load_lanes<Part>(row + inner + place, count) + load_lanes<Part>(w.dt_bias + place, count));
+      changes[v] = x * times[v];
+      sums[v] = x * load_lanes<Part>(w.direct + place, count);
     }
-    store_lanes(out + d, sum * Silu::of(load_lanes(row + 2 * inner + d, count)), count);
-  });
-}
+    for (int64_t n = 0; n < w.state_width; n++) {
+      const float* from = state.from + n * state.from_stride;
+      float* to = state.to + n * state.to_stride;
+      const float in = load_one(into + n), of = load_one(out_of + n);
+      for (int v = 0; v < kParts; v++) {
+        const Part rate = load_lanes<Part>(decays + n * w.head_width + v * kPartLanes, count);
+        const Part decay = power_of_two(times[v] * rate * kLog2E);
+        const Part before = load_lanes<Part>(from + v * kPartLanes, count);
+        const Part next = fused(before, decay, changes[v] * in);
+        store_lanes(to + v * kPartLanes, next, count);
+        sums[v] = fused(next, splat<Part>(of), sums[v]);
+      }
+    }
+    for (int v = 0; v < kParts; v++) {
+      const int64_t place = d + v * kPartLanes;
+      const Part open = Silu::of(load_lanes<Part>(row + 2 * inner + place, count));
+      store_lanes(out + number * inner + place, sums[v] * open, count);
+    }
+  }
+};
 
 template <typename T>
 void scan(const ScanArguments& a, int64_t threads) {
-  const T* rows = static_cast<const T*>(a.projected);
   run_scan<Mamba1Weights>(a, threads, [&](const Worker& worker, const Mamba1Weights& w) {
-    const std::unique_ptr<float[]> state(new float[w.state_size()]);
+    const Scan<T> scan{static_cast<const T*>(a.projected), static_cast<T*>(a.out), w};
+    Tile tile;
     worker.for_shares(w.heads, [&](int64_t h) {
-      scan_rows(state.get(), w.state_size(), a.states, w.heads, h, a.at, a.rows,
-                [&](int64_t row, const float* from, float* to) {
-                  step(w, rows + row * w.stride(), h, static_cast<T*>(a.out) + row * w.inner(), from, to);
+      scan_rows({a.states, w.heads, h, w.state_width, w.head_width}, a.at, a.rows, tile,
+                [&](auto parts, int64_t row, int64_t first, int count, const Columns& columns) {
+                  scan.template step<decltype(parts)::value>(row, h, first, count, columns);
                 });
     });
   });

@@ -18,6 +18,7 @@ struct Mamba2Weights {
   int64_t inner() const { return heads * head_width; }
   int64_t state_size() const { return state_width * head_width; }  // of a head
   int64_t convolved() const { return inner() + 2 * groups * state_width; }
+  int64_t stride() const { return inner() + convolved() + heads; }  // of projections
 };
 
 // Slots that are written are not read in the same step.

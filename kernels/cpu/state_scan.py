@@ -60,7 +60,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *pointers("out projected weights inputs states"),
         *pointers("begins sources keeps"),
-        *pointers("convolved unit scanned"),
+        *pointers("convolved prepared scanned"),
         *integers("rows"),
     )
 
@@ -72,9 +72,8 @@ def scan(
     rows, inner, width = len(projected), weights.heads * weights.head_width, inputs.shape[-1]
     out = torch.empty(rows, inner, dtype=projected.dtype)
     convolved = torch.empty(rows, width, dtype=projected.dtype)
-    # Of the gated delta rule queries, keys, and decays if each element of a key has one.
-    unit, scanned = torch.empty(rows, 2 * (width - inner)), torch.empty(rows, inner)
-    _run(out, projected, weights, at, inputs, states, (convolved, unit, scanned))
+    prepared, scanned = torch.empty(projected.shape), torch.empty(rows, inner)
+    _run(out, projected, weights, at, inputs, states, (convolved, prepared, scanned))
     return out
 
 
@@ -117,7 +116,7 @@ def _run(
         at.keeps.data_ptr(),
     )
     arguments.rows = len(projected)
-    for name, tensor in zip(("convolved", "unit", "scanned"), space, strict=False):
+    for name, tensor in zip(("convolved", "prepared", "scanned"), space, strict=False):
         setattr(arguments, name, tensor.data_ptr())
     run = library.function(
         f"quire_{weights.kernel}_{SUFFIXES[projected.dtype]}", (ctypes.c_void_p, ctypes.c_int64)

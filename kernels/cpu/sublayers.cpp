@@ -150,7 +150,7 @@ struct Buffers {
 
   // False if there is not so much memory.
   bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
-    int64_t width = 0, wide_size = 0, inner_size = 0, inputs = 0, num_gates = 0, convolved = 0, unit = 0, scanned = 0;
+    int64_t width = 0, wide_size = 0, inner_size = 0, inputs = 0, num_gates = 0, convolved = 0, prepared = 0, scanned = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
       const int64_t at_once = one.rows_at_once(rows, has_lora);
@@ -158,12 +158,10 @@ struct Buffers {
       inner_size = std::max(inner_size, at_once * one.out.inputs);
       inputs = std::max(inputs, one.out.inputs);
       num_gates = std::max(num_gates, one.num_gates());
-      if (one.kind == kMamba2) convolved = std::max(convolved, one.mamba2().convolved());
-      if (one.kind == kGatedDelta) {
-        convolved = std::max(convolved, one.gated_delta().convolved());
-        unit = std::max(unit, one.gated_delta().unit());
-      }
-      if (one.kind == kMamba2 || one.kind == kGatedDelta) scanned = std::max(scanned, one.out.inputs);
+      if (one.kind != kMamba2 && one.kind != kGatedDelta) continue;
+      convolved = std::max(convolved, one.kind == kMamba2 ? one.mamba2().convolved() : one.gated_delta().convolved());
+      prepared = std::max(prepared, one.into.outputs);
+      scanned = std::max(scanned, one.out.inputs);
     }
     const int64_t widest = std::max(width, inputs);
     const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(InputOf<T>));
@@ -172,7 +170,7 @@ struct Buffers {
                              whole(inner_size * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
                              whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
                              whole(rows * convolved * sizeof(T)), whole(rows * scanned * sizeof(float)),
-                             whole(rows * unit * sizeof(float)), whole(rows * num_gates * sizeof(T))};
+                             whole(rows * prepared * sizeof(float)), whole(rows * num_gates * sizeof(T))};
     const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
     char* at = sublayers.memory.scratch.get();
@@ -186,7 +184,7 @@ struct Buffers {
     lora.x_copies = copies;
     scan.convolved = reinterpret_cast<T*>(at += sizes[5]);
     scan.scanned = reinterpret_cast<float*>(at += sizes[6]);
-    scan.unit = reinterpret_cast<float*>(at += sizes[7]);
+    scan.prepared = reinterpret_cast<float*>(at += sizes[7]);
     gates = reinterpret_cast<T*>(at += sizes[8]);
     return true;
   }
@@ -375,9 +373,9 @@ struct Run {
     worker.for_shares(rows, [&](int64_t row) {
       const T* gates = buffers.gates + row * width;
       T* values = attended + row * width;
-      for_lanes(width, [&](int64_t d, int count) {
-        const Floats open = rounded(Sigmoid::of(load_lanes(gates + d, count)), gates);
-        store_lanes(values + d, load_lanes(values + d, count) * open, count);
+      for_parts(width, [&](int64_t d, int count) {
+        const Part open = rounded(Sigmoid::of(load_lanes<Part>(gates + d, count)), gates);
+        store_lanes(values + d, load_lanes<Part>(values + d, count) * open, count);
       });
     });
   }

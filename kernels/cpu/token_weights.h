@@ -29,8 +29,6 @@ constexpr double kNegligible = -44.4;
 
 constexpr int kEight = 8;
 
-inline EightFloats larger(EightFloats a, EightFloats b) { return a > b ? a : b; }
-
 inline float largest_of(EightFloats x) {
   x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
   x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));

@@ -17,7 +17,7 @@ from kernels.cpu.sublayers import Memory
 from kernels.linear import DenseWeight, linear
 from kernels.packed_pages import can_pack_width, packed_width
 from kernels.rope import RopeSpec, rope_table
-from kernels.softcap import softcap
+from kernels.softcap import divide, softcap
 from kernels.weight import Weight
 from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors, LayerKv
@@ -340,7 +340,7 @@ class Decoder(Adapted):
         logits = linear(hidden.to(self.lm_head.dtype), self.lm_head, batch_invariant=self.batch_invariant)
         logits = self._shard.logits(logits, self.config.vocab_size)
         if self.config.logits_divisor != 1.0:
-            logits = logits.div_(self.config.logits_divisor)
+            logits = divide(logits, self.config.logits_divisor)
         cap = self.config.logits_softcap
         return logits if cap is None else softcap(logits, cap)
 
