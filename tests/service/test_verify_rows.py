@@ -22,6 +22,7 @@ def test_a_draft_of_too_many_tokens_is_refused_before_it_is_read() -> None:
         cache_id="x", token_ids=[1, 2], rows=rows, accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE
     )
     tracemalloc.start()
+    before_bytes = 0
     try:
         # The first one imports what it needs.
         for _ in range(2):
