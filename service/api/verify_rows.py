@@ -78,13 +78,15 @@ def _check_draft(
         probabilities = np.frombuffer(draft.dense, dtype="<f4")
         impossible = [token for token in drawn if not probabilities[token] > 0]
     else:
-        ids = np.fromiter(draft.token_ids, dtype=np.int64, count=len(draft.token_ids))
-        probabilities = np.fromiter(draft.probabilities, dtype=np.float32, count=len(draft.probabilities))
-        fits = 0 < len(ids) == len(probabilities) <= MAX_DRAFT_TOKENS
-        if not fits or len(np.unique(ids)) < len(ids):
+        count = len(draft.token_ids)
+        # Before anything is made of them: there may be millions.
+        fits = 0 < count == len(draft.probabilities) <= MAX_DRAFT_TOKENS
+        if not fits or len(frozenset(draft.token_ids)) < count:
             text = f"must be 1 to {MAX_DRAFT_TOKENS} different tokens with one probability each"
             raise InvalidArgument("BAD_DRAFT", f"{field}.token_ids", text)
         check_vocabulary(draft.token_ids, limits, f"{field}.token_ids")
+        ids = np.fromiter(draft.token_ids, dtype=np.int64, count=count)
+        probabilities = np.fromiter(draft.probabilities, dtype=np.float32, count=count)
         impossible = [token for token in drawn if not probabilities[ids == token].sum() > 0]
     # Written so that NaN fails.
     if not (probabilities.min() >= 0 and abs(float(probabilities.sum(dtype=np.float64)) - 1) <= _SUM_ERROR):
