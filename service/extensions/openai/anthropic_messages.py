@@ -11,7 +11,7 @@ from quire.v1 import runner_pb2
 from service.extensions.openai.choices import Choice
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.item_fields import MAX_ID
-from service.extensions.openai.messages import MAX_TOOLS
+from service.extensions.openai.messages import MAX_TOOLS, text_of
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.translated import (
     CALL,
@@ -21,7 +21,6 @@ from service.extensions.openai.translated import (
     BlocksResponse,
     as_chat,
     blocks_of,
-    text_of,
 )
 from service.text import bounded_json
 from service.text.bounded_json import MAX_MESSAGES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from quire.v1 import runner_pb2
@@ -19,6 +19,7 @@ _ROLES = {
     "assistant": runner_pb2.CHAT_ROLE_ASSISTANT,
     "tool": runner_pb2.CHAT_ROLE_TOOL,
 }
+_TEXTS, _REFUSALS = {"text": "text"}, {"refusal": "refusal"}
 # What answers have beside the message itself, and clients send back with it: sources, and copies of what is
 # in the message already.
 _IGNORED_OF_ASSISTANT = frozenset({"annotations", "parsed"})
@@ -40,7 +41,10 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
         raise bad_field(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
     message = runner_pb2.ChatMessage(role=_ROLES[role], name=fields.get("name", string))
     content = fields.raw("content")
-    if role == "assistant":
+    if content == []:
+        raise bad_field(f"{path}.content", "must have at least one part")
+    is_assistant = role == "assistant"
+    if is_assistant:
         _add_parts_of_assistant(message, fields)
         if content is None:
             # An answer without text: OpenAI's API has a refusal there, and others only thoughts.
@@ -50,11 +54,10 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
     if role == "tool":
         message.tool_call_id = fields.required("tool_call_id")
     if content is not None:
-        kinds = ("text", "refusal") if role == "assistant" else ("text",)
-        message.content = _text(content, f"{path}.content", kinds)
+        message.content = text_of(content, f"{path}.content", _TEXTS | _REFUSALS if is_assistant else _TEXTS)
     elif not message.tool_calls:
         raise bad_field(f"{path}.content", "is required")
-    fields.refuse_others(_IGNORED_OF_ASSISTANT if role == "assistant" else ())
+    fields.refuse_others(_IGNORED_OF_ASSISTANT if is_assistant else ())
     return message
 
 
@@ -67,25 +70,27 @@ def _add_parts_of_assistant(message: runner_pb2.ChatMessage, fields: Fields) -> 
             message.reasoning_content = thoughts
 
 
-def _text(content: object, path: str, kinds: Sequence[str]) -> str:
-    """The text of a content: a string, or parts of these kinds, which become lines."""
-    if isinstance(content, str):
-        return string(content, path)
-    if not isinstance(content, list) or not 0 < len(content) <= _MAX_PARTS:
-        raise bad_field(path, f"must be a string, or a list of 1 to {_MAX_PARTS} parts")
-    return "\n".join(_part(part, f"{path}[{index}]", kinds) for index, part in enumerate(content))
+def text_of(value: object, path: str, kinds: Mapping[str, str], ignored: frozenset[str] = frozenset()) -> str:
+    """The text of a content: a string, or a list of parts, which become lines. Raises InvalidArgument.
 
-
-def _part(part: object, path: str, kinds: Sequence[str]) -> str:
-    fields = Fields(part, path)
-    kind = fields.raw("type")
-    if kind not in kinds:
-        raise bad_field(f"{path}.type", f"must be {' or '.join(kinds)}")
-    text = fields.get(kind, string)
-    if text is None:
-        raise bad_field(f"{path}.{kind}", "is required")
-    fields.refuse_others()
-    return text
+    `kinds`: the types that a part can have, and the field of each that has its text.
+    """
+    if isinstance(value, str):
+        return string(value, path)
+    if not isinstance(value, list) or len(value) > _MAX_PARTS:
+        raise bad_field(path, f"must be a string, or a list of at most {_MAX_PARTS} parts")
+    texts = []
+    for index, each in enumerate(value):
+        part = Fields(each, f"{path}[{index}]")
+        kind = part.raw("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise bad_field(part.path("type"), f"must be {' or '.join(kinds)}")
+        text = part.get(kinds[kind], string)
+        if text is None:
+            raise bad_field(part.path(kinds[kind]), "is required")
+        texts.append(text)
+        part.refuse_others(ignored)
+    return "\n".join(texts)
 
 
 def _call(value: Any, index: int, path: str) -> runner_pb2.ToolCall:

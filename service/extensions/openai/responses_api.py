@@ -11,7 +11,7 @@ from quire.v1 import runner_pb2
 from service.auth.authenticator import current_tenant_name
 from service.extensions.openai.choices import Choice
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, string, unsupported
-from service.extensions.openai.messages import MAX_TOOLS
+from service.extensions.openai.messages import MAX_TOOLS, text_of
 from service.extensions.openai.requests import IGNORED, CompletionRequest, ResolveModel
 from service.extensions.openai.stored_responses import StoredResponses, not_found
 from service.extensions.openai.translated import (
@@ -22,7 +22,6 @@ from service.extensions.openai.translated import (
     BlocksResponse,
     as_chat,
     blocks_of,
-    text_of,
 )
 from service.text.bounded_json import MAX_MESSAGES
 

@@ -11,7 +11,6 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.extensions.openai.choices import Choice
-from service.extensions.openai.fields import Fields, bad_field, string
 from service.extensions.openai.requests import CompletionRequest, ResolveModel, chat
 from service.extensions.openai.responses import CompletionResponse, to_json
 from service.text.output_parser import Part
@@ -45,23 +44,6 @@ def as_chat(
     )
     # Prompts are counted when a stream begins.
     return kind(**given | {"with_usage": request.is_stream, "usage_in_all": request.is_stream} | more)
-
-
-def text_of(value: object, path: str, kinds: Mapping[str, str], ignored: frozenset[str] = frozenset()) -> str:
-    """The text of a content: a string, or a list of texts. `kinds`: the field of a part that has its text."""
-    if isinstance(value, str):
-        return string(value, path)
-    if not isinstance(value, list):
-        raise bad_field(path, "must be a string or a list")
-    texts = []
-    for index, each in enumerate(value):
-        part = Fields(each, f"{path}[{index}]")
-        kind = part.raw("type")
-        if not isinstance(kind, str) or kind not in kinds:
-            raise bad_field(part.path("type"), f"must be {' or '.join(kinds)}")
-        texts.append(part.get(kinds[kind], string) or "")
-        part.refuse_others(ignored)
-    return "\n".join(texts)
 
 
 @dataclass(slots=True)

@@ -151,7 +151,7 @@ class _Sample:
 
     def _tool_call(self, delta: ToolCallDelta) -> runner_pb2.ToolCall | None:
         """The next part of a call: the first has its id and its name. Raises ProviderFailure."""
-        call, begun = self._calls.get(delta.index), {}
+        call, begun = self._calls.get(delta.index), dict[str, str]()
         # Some providers repeat id and name, some have one index for several calls, and some have no ids.
         if call is None or (delta.name and delta.id != call.given_id):
             if not delta.name or self._num_calls == MAX_CALLS:
