@@ -20,7 +20,7 @@ import torch
 
 from kernels.head_products import HeadWeights, head_products, pack_heads
 from kernels.latent_rope_kv_write import latent_rope_kv_write
-from kernels.linear import DenseWeight
+from kernels.linear import DenseWeight, can_pack
 from kernels.packed_pages import LeadingValues, PackedValues
 from kernels.paged_attention import paged_attention, paged_attention_without_first
 from kernels.rms_norm import rms_norm
@@ -85,8 +85,9 @@ class LatentAttention(Projected):
 
     def pack(self) -> None:
         super().pack()
-        self._of_keys, self._of_values = (pack_heads(weights) for weights in self._absorbed)
-        del self._absorbed, self._key_value
+        if can_pack(self._absorbed[0]):  # else the weights may be replaced in place
+            self._of_keys, self._of_values = (pack_heads(weights) for weights in self._absorbed)
+            del self._absorbed, self._key_value
 
     @cached_property
     def _absorbed(self) -> tuple[torch.Tensor, torch.Tensor]:
