@@ -393,7 +393,7 @@ class Config:
     data_dir: str | None = setting(
         None,
         "directory for the journal and for the adoption of workers; auto is one for each address and model in"
-        " the user's state directory, and none with port 0; there is none with a journal in memory",
+        " the user's state directory, and none with port 0; a journal in memory has none",
         Text(is_path, f"must be a directory, or {AUTO}"),
     )
     log_level: str = setting(

@@ -131,7 +131,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
     if config.adapters and not config.max_lora_adapters:
         yield ("adapters", "max_lora_adapters"), "needs max_lora_adapters to be at least 1"
     if config.data_dir is not None and config.journal == "memory":
-        yield ("data_dir", "journal"), "there is none with a journal in memory: leave one of them out"
+        yield ("data_dir", "journal"), "a journal in memory has no data directory; leave one of the two out"
     if config.model_revision is not None and not is_hub_model(config.model):
         yield ("model_revision", "model"), "is only for a model of the hub"
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):

@@ -109,7 +109,7 @@ def test_a_directory_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_data_directory_that_would_not_be_used_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data_dir = .* there is none with a journal in memory"):
+    with pytest.raises(ConfigError, match=r"data_dir = .* a journal in memory has no data directory"):
         load_config({"journal": "memory", "data_dir": str(tmp_path)}, {})
     assert load_config({"journal": "memory", "data_dir": "auto"}, {}).data_dir is None
 
