@@ -210,7 +210,7 @@ async def test_a_stalled_reader_does_not_block_other_calls(
     """It does not count as a failure of the provider either, even if it is the breaker's probe."""
     provider.script += [status(500), raw(HEAD + TEXT, TEXT * 1000, event(delta(finish="stop"))), GOOD]
     virtual = VirtualTime()
-    answer_s = 900.0 if is_full_before else 0.05
+    answer_s = 900.0 if is_full_before else 2.0  # of the answer that stalls; the next one has as long
     made = config(provider, max_concurrent=1, max_retries=0, breaker_failures=1, answer_timeout_s=answer_s)
 
     async with remote(made, virtual) as runtime:
