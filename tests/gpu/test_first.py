@@ -89,6 +89,7 @@ class KillingReport(Report):
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
 def test_figures_go_on_after_a_process_was_killed_in_each_section(tmp_path: Path) -> None:
     report = KillingReport(tmp_path)
     run(named(*FIGURES), report, Log(io.StringIO()), minutes=9, rehearses=True)
