@@ -181,9 +181,9 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
                                      const Head<T>& head, int64_t row, const Block<T>& block, const Rows& rows,
                                      int64_t into) {
   const int64_t own = head.position(row), window = head.a.window, q_head = head.head_of(row);
-  constexpr int kParts = kBlockKeys / kPartLanes, kOfLanes = kLanes / kPartLanes;
-  Part scores[kParts], most[kOfLanes], total[kOfLanes]{};
-  std::fill_n(most, kOfLanes, splat<Part>(kHidden));
+  constexpr int kParts = kBlockKeys / kPartLanes;
+  Part scores[kParts], most[kLaneParts], total[kLaneParts]{};
+  std::fill_n(most, kLaneParts, splat<Part>(kHidden));
 #pragma GCC unroll 8
   for (int v = 0; v < kParts; v++) {
     const int64_t first = block.index * kBlockKeys + v * kPartLanes;
@@ -192,14 +192,14 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
     const bool in_tree = kTrees && head.tree_row(row).is_in_tree();
     const PartInts ahead = in_tree ? head.tree_row(row).aheads(first) : part_places() + static_cast<int32_t>(first - own);
     scores[v] = seen_of(ahead, window) ? shape(product, q_head, ahead) : splat<Part>(kHidden);
-    most[v % kOfLanes] = larger(scores[v], most[v % kOfLanes]);
+    most[v % kLaneParts] = larger(scores[v], most[v % kLaneParts]);
   }
   const float before = rows.maxima[into], highest = std::max(before, reduce(most, larger<Part>));
 #pragma GCC unroll 8
   for (int v = 0; v < kParts; v++) {
     // Without a visible key so far there is no maximum to subtract.
     Part weight = highest == kHidden ? Part{} : power_of_two(scores[v] - highest);
-    total[v % kOfLanes] += weight;
+    total[v % kLaneParts] += weight;
     if (block.value_scales != nullptr) weight *= load<Part>(block.value_scales + v * kPartLanes);
     const Part stored = std::is_same_v<T, InputOf<T>> ? weight : rounded(weight, static_cast<const T*>(nullptr));
     store_lanes(weights + v * kPartLanes, stored, kPartLanes);

@@ -27,9 +27,9 @@ void add_rms_norm(const NormArguments& a, const Worker& worker);
 // The factor of a row: 1 / sqrt(mean of squares + eps).
 template <typename T>
 inline float inverse_rms(const T* row, int64_t width, float eps) {
-  Part sums[kSixteen]{};
+  Part sums[kLaneParts]{};
   for_lanes(width, [&](int64_t d, int count) {
-    for (int i = 0; i < kSixteen; i++) {
+    for (int i = 0; i < kLaneParts; i++) {
       const Part x = load_lanes<Part>(row + d + i * kPartLanes, std::clamp(count - i * kPartLanes, 0, kPartLanes));
       sums[i] = fused(x, x, sums[i]);
     }

@@ -175,11 +175,11 @@ inline auto reduce(V x, Combine combine) {
   return x[0];
 }
 
-// Of the parts of 16 elements: the bits are those of one vector.
-constexpr int kSixteen = kLanes / kPartLanes;
+// How many parts 16 elements have. The bits of what is made of these are those of one vector.
+constexpr int kLaneParts = kLanes / kPartLanes;
 template <typename Combine>
-inline float reduce(const Part (&parts)[kSixteen], Combine combine) {
-  return reduce(kSixteen == 1 ? parts[0] : combine(parts[0], parts[kSixteen - 1]), combine);
+inline float reduce(const Part (&parts)[kLaneParts], Combine combine) {
+  return reduce(kLaneParts == 1 ? parts[0] : combine(parts[0], parts[kLaneParts - 1]), combine);
 }
 
 // 0, 1, 2, ...
