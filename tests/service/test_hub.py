@@ -29,6 +29,9 @@ SMALL = {
     "added_tokens.json": b'{"<|im_start|>": 7}',
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    # Without these the model would be one whose embedding is the last token's.
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
 }
 WEIGHTS = {"model.safetensors": bytes(range(256)) * 400}
 SHARDS = {
