@@ -384,7 +384,11 @@ def test_hostile_tensors_are_refused_by_name(
         ("w4a16", {"ignore": "lm_head"}, "ignore: must be a list of names"),
         ("w4a16", {"ignore": ["re:.*up_proj"]}, "is quantised, and the config says that .*up_proj is not"),
         ("w4a16", {"config_groups": {}}, "config_groups: must be 1 to 64 groups"),
-        ("w4a16", {"quantization_status": "frozen"}, "quantization_status: must be compressed, got 'frozen'"),
+        (
+            "w4a16",
+            {"quantization_status": "calibration"},
+            "quantization_status: must be compressed or frozen, got 'calibration'",
+        ),
         ("w4a16", {"transform_config": {"r": 1}}, "transform_config: transformed weights are not supported"),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not supported"),
         (
@@ -410,6 +414,22 @@ def test_what_is_not_understood_in_a_config_is_refused_by_name(
     settings["quantization_config"] |= said
     file.write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
+        load_decoder(tmp_path)
+
+
+def test_models_of_2024_are_read(tmp_path: Path) -> None:
+    """Their status is another, and AutoFP8 wrote one scale for keys and values."""
+    made(tmp_path, "float8 with a scale for a matrix")
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    settings = json.loads(config.read_text())
+    settings["quantization_config"]["quantization_status"] = "frozen"
+    config.write_text(json.dumps(settings))
+    save_file(load_file(file) | {"model.layers.0.self_attn.kv_scale": torch.ones(())}, file)
+    load_decoder(tmp_path)
+    # Not compressed: the values are rounded, and have their dtype still.
+    dense = load_file(file)[f"{UP}.weight"].float()
+    save_file(load_file(file) | {f"{UP}.weight": dense}, file)
+    with pytest.raises(UnsupportedError, match=r"up_proj\.weight_scale is not part of this qwen3 model"):
         load_decoder(tmp_path)
 
 

@@ -39,9 +39,8 @@ _NOTES = {
 
 def read(settings: Mapping[str, object]) -> Quantisation:
     """Raises NotUnderstood."""
-    status = settings.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise NotUnderstood(f"quantization_status: must be compressed, got {shown(status)}")
+    # Of models of 2024 the second, which are compressed as well. The tensors of one that is not are refused.
+    one_of(settings, "quantization_status", "compressed", "frozen", default="compressed")
     if settings.get("transform_config"):
         raise NotUnderstood("transform_config: transformed weights are not supported")
     sparsity = settings.get("sparsity_config")

@@ -34,7 +34,7 @@ _PARTS = frozenset((
 # Of inputs, results, keys and values, which are rounded here by other rules, or not at all.
 _UNUSED = frozenset((
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
-    "input_scale_ub", "q_scale", "k_scale", "v_scale", "prob_scale",
+    "input_scale_ub", "q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale",
 ))  # fmt: skip
 _EMBEDDING, _EMBEDDING_KIND, _KIND = "embed_tokens", "Embedding", "Linear"
 
