@@ -18,6 +18,7 @@ from tests.model_factory import float32_losses, hf_logits, hf_model, load_decode
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
 from workers.executors.loading import choose_backend
 from workers.models.errors import ModelError
+from workers.models.weights import load_planned, plan_load
 
 torch.set_num_threads(1)
 
@@ -90,6 +91,16 @@ def test_tied_models(name: str, change: Callable[[Tensors], Tensors], backend: s
     rewrite(tmp_path, change)
     assert choose_backend(tmp_path, "auto").backend == "native"
     assert_is_the_librarys(tmp_path, backend)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "bamba", "mamba2"])
+def test_base_models_whose_last_norm_has_another_name(name: str, tmp_path: Path) -> None:
+    model_type, settings = settings_of(name)
+    make_family_model(tmp_path, model_type, settings | {"tie_word_embeddings": True}, seed=7)
+    _, whole = load_planned(plan_load(tmp_path))
+    rewrite(tmp_path, base_model)
+    assert choose_backend(tmp_path, "auto").backend == "native"
+    assert load_planned(plan_load(tmp_path))[1].fingerprint == whole.fingerprint
 
 
 def test_a_head_of_its_own_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

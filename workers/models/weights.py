@@ -41,8 +41,9 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files after every part. In the last call both are equal."""
 
-# The names of all tensors but the head's begin with the first, and in checkpoints of a base model with these.
-_PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "layers.", "norm.")
+# The names of all tensors but the head's begin with the first, and in checkpoints of a base model with these,
+# or with that of the family's last norm.
+_PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "embeddings.", "layers.")
 # Some checkpoints have these tensors. They are computed here instead of loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 # AutoGPTQ writes one for each projection, and zeros where a model has none.
@@ -369,12 +370,13 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     """
     found: dict[str, StoredTensor] = {}
     left_out = tuple(prefix.format(config.num_hidden_layers) for prefix in config.family.left_out)
+    of_base = (*_IN_BASE_MODELS, f"{config.family.final_norm}.")
     for name, entry in entries.items() if config.wrapper is None else of_text_model(entries.items()):
         if name.startswith(left_out):
             if config.has_mtp_head:
                 found.update(_of_mtp_head(name, entry, config))
             continue
-        renamed = config.family.renamed_tensor(_PREFIX + name if name.startswith(_IN_BASE_MODELS) else name)
+        renamed = config.family.renamed_tensor(_PREFIX + name if name.startswith(of_base) else name)
         if renamed in found:
             raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[renamed].name}")
         found[renamed] = entry
