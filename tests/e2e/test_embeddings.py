@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import quire
 import torch
 from quire.errors import from_rpc_error
 from quire.v1 import admin_pb2, executor_pb2, types_pb2
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import byte_tokenizer
@@ -100,6 +102,24 @@ def test_vectors_are_the_librarys(served: tuple[HttpGateway, str], model: Path) 
         assert many == [many[0]] * MANY
     for found, states in zip(normalized, wanted, strict=True):
         assert_close(found, states[:7] / states[:7].norm())
+
+
+def test_a_base_model_without_a_head_makes_vectors(model: Path, tmp_path: Path) -> None:
+    """As Qwen3-Embedding-8B and E5-Mistral are: the vectors of the model with its head."""
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    pooled_by(base, {"pooling_mode": "lasttoken"}, "Normalize")
+    tensors = load_file(base / "model.safetensors")
+    del tensors["lm_head.weight"]
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, base / "model.safetensors", {"format": "pt"})
+    with (
+        HttpGateway(model=str(base), flags=["--dtype", "float32", "--kv-pages", str(PAGES)]) as gateway,
+        quire.Client(gateway.address) as client,
+    ):
+        assert client.model_info().model.backend == "native"
+        for found, text in zip(client.embed(TEXTS, normalize=False), TEXTS, strict=True):
+            assert_close(found, expected(model, "lasttoken", text))
 
 
 async def test_a_vector_has_the_same_bits_in_any_company(served: tuple[HttpGateway, str]) -> None:

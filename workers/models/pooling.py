@@ -27,6 +27,7 @@ _MODES = {
 }
 # Of models that read two texts and say whether one answers the other.
 _LOGITS = "LogitScore"
+_UNKNOWN = "unknown"
 # Whoever asks for a vector says whether its length is 1.
 _WITHOUT_EFFECT = ("Transformer", "Normalize")
 
@@ -48,7 +49,13 @@ def read_pooling(directory: Path) -> str:
         return "+".join(filter(None, (_named(directory, module) for module in modules)))
     except ModelError as error:
         _log.warning("%s: %s: the model makes no embeddings", file, error)
-        return "unknown"
+        return _UNKNOWN
+
+
+def makes_embeddings(directory: Path) -> bool:
+    """Whether the files name a pooling, so that the model is not one that continues texts."""
+    pooling = read_pooling(directory)
+    return bool(pooling) and pooling != _UNKNOWN and not pooling.startswith(_LOGITS)
 
 
 def _named(directory: Path, module: object) -> str:

@@ -30,9 +30,10 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.parts import Part
+from workers.models.pooling import makes_embeddings
 from workers.models.recipes import recipe
 from workers.models.shard import Group
-from workers.models.source import source_of
+from workers.models.source import ModelSource, source_of
 from workers.models.stacked_experts import separated
 from workers.models.text_part import of_text_model
 
@@ -169,7 +170,10 @@ def plan_load(
     config = ModelConfig.from_directory(directory)
     config = config.with_mtp_head if mtp_head else config
     source = source_of(directory)
-    entries = _of_text(source.tensors(), config)
+    has_head = not config.tie_word_embeddings
+    config, entries = _tensors_of(source, config)
+    if has_head and config.tie_word_embeddings:
+        _log.warning("%s has no head, so only its embeddings mean something, and no token does", directory)
     for note in source.notes():
         _log.info("%s: %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
@@ -229,12 +233,13 @@ def check_names(directory: Path, config: ModelConfig) -> None:
         UnsupportedError: They differ; the message names a tensor.
         ModelError: The headers of the files cannot be read.
     """
-    _targets(config, directory, _of_text(source_of(directory).tensors(), config), torch.float32)
+    config, entries = _tensors_of(source_of(directory), config)
+    _targets(config, directory, entries, torch.float32)
 
 
 def check_gpu_formats(directory: Path, config: ModelConfig, quantization: str | None) -> None:
     """Raises UnsupportedError if a GPU cannot have a model's weights as they are quantised; reads headers."""
-    entries = _of_text(source_of(directory).tensors(), config)
+    config, entries = _tensors_of(source_of(directory), config)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     formats = formats_of(quantization, forms, config, torch.device("cuda"))
     build_decoder(config, torch.float32, "meta", formats=formats)
@@ -358,6 +363,18 @@ def copy_weights(source: Decoder, into: Decoder) -> None:
     into.renew()
     if into.device.type == "cuda":
         torch.cuda.synchronize(into.device)
+
+
+def _tensors_of(source: ModelSource, config: ModelConfig) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """The tensors of the text part, by their names in a text model; and the config, as they are.
+
+    An embedding model may have no head, as base models have none. Then its embedding is taken for one, which
+    no vector depends on.
+    """
+    entries = _of_text(source.tensors(), config)
+    if _HEAD not in entries and makes_embeddings(source.path):
+        config = dataclasses.replace(config, tie_word_embeddings=True)
+    return config, entries
 
 
 def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
