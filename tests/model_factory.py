@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,23 @@ def make_family_model(directory: Path, model_type: str, settings: dict[str, Any]
     config = AutoConfig.for_model(model_type, dtype="float32", **settings)
     model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return _save_with_random_weights(model, directory, "float32", seed, max_shard_bytes=60_000)
+
+
+def pooled_by(directory: Path, settings: dict[str, Any], *more: str) -> None:
+    """Writes the files of sentence-transformers."""
+    names = ["Transformer", "Pooling", *more]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{name}" if index else "",
+            "type": f"models.{name}",
+        }
+        for index, name in enumerate(names)
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(settings))
 
 
 def _save_with_random_weights(

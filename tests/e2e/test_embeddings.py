@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import byte_tokenizer
 from tests.e2e.test_openai import HttpGateway
-from tests.model_factory import TinyModel, hf_logits, hf_states, make_model
+from tests.model_factory import TinyModel, hf_logits, hf_states, make_model, pooled_by
 
 # Longer ones than a step, so that chunks are pooled; 1 is the shortest.
 STEP_TOKENS, PAGES = 32, 512
@@ -39,23 +39,6 @@ POOLINGS: dict[str, Any] = {
     "mean": lambda states: states.mean(dim=0),
     "cls": lambda states: states[0],
 }
-
-
-def pooled_by(directory: Path, settings: dict[str, Any], *more: str) -> None:
-    """Writes the files of sentence-transformers."""
-    names = ["Transformer", "Pooling", *more]
-    modules = [
-        {
-            "idx": index,
-            "name": str(index),
-            "path": f"{index}_{name}" if index else "",
-            "type": f"models.{name}",
-        }
-        for index, name in enumerate(names)
-    ]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir(exist_ok=True)
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from kernels.grouped_weight import GroupedWeight
 from tests.families import settings_of
 from tests.gguf_files import PRE_TOKENIZER, Vocabulary, byte_level, sentencepiece, write_gguf
-from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
+from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model, pooled_by
 from tests.workers.test_gguf_models import logits
 from workers.models.errors import ModelError
 from workers.models.gguf.convert import convert
@@ -243,6 +243,17 @@ def test_a_model_that_cannot_be_written_is_refused_by_name(case: str, tmp_path: 
     with pytest.raises(ModelError, match=said):
         convert(model, tmp_path / "model.gguf", "q4_k_m")
     assert names(tmp_path) == ["model"]
+
+
+def test_an_embedding_model_keeps_its_pooling(tmp_path: Path) -> None:
+    """Or is not written: with another one its vectors would be wrong."""
+    model, out = family(tmp_path / "model", "qwen3"), tmp_path / "model.gguf"
+    pooled_by(model, {"pooling_mode": "mean"}, "Dense")
+    with pytest.raises(ModelError, match=r"modules\.json: files of GGUF cannot say mean\+Dense"):
+        convert(model, out, "q8_0")
+    pooled_by(model, {"pooling_mode": "mean"})
+    convert(model, out, "q8_0")
+    assert source_of(out).text(97, 1 << 20).pooling == "mean"
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_written(

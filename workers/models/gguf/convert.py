@@ -24,7 +24,7 @@ from kernels.group_layout import Parts
 from kernels.quantisers import quantise
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.common.gguf import GgufError
-from workers.common.gguf.architectures import ARCHITECTURES
+from workers.common.gguf.architectures import ARCHITECTURES, POOLING
 from workers.common.gguf.header import Value
 from workers.common.gguf.writer import NewTensor, padded, written_header
 from workers.models.builder import build_decoder
@@ -35,6 +35,7 @@ from workers.models.files import unchanged_settings
 from workers.models.gguf.metadata import architecture_for, end_metadata, model_metadata, rope_factors
 from workers.models.gguf.source import GgufSource
 from workers.models.gguf.tensors import is_interleaved, is_norm, written_name
+from workers.models.gguf.tokenizer import POOLINGS
 from workers.models.gguf.vocabulary import text_metadata
 from workers.models.rope_settings import longest_text
 from workers.models.source import ModelSource, source_of
@@ -162,8 +163,19 @@ def _metadata(plan: LoadPlan, text: ModelText, source: ModelSource) -> dict[str,
         "general.file_type": _FILE_TYPES[quantization],
         "general.quantization_version": _FORMATS_VERSION,
     }
-    of_model = model_metadata(config, source.path.name, longest)
-    return of_model | general | text_metadata(text, config.vocab_size, ends, architecture_for(config))
+    architecture = architecture_for(config)
+    of_model = model_metadata(config, source.path.name, longest) | _pooling(text.pooling, architecture)
+    return of_model | general | text_metadata(text, config.vocab_size, ends, architecture)
+
+
+def _pooling(pooling: str, architecture: str) -> dict[str, Value]:
+    """Raises UnsupportedError for one that no file can say."""
+    if not pooling:
+        return {}
+    number = next((each for each, name in POOLINGS.items() if name == pooling), None)
+    if number is None:
+        raise UnsupportedError(f"modules.json: files of GGUF cannot say {pooling}")
+    return {f"{architecture}.{POOLING}": number}
 
 
 def _ends(config: ModelConfig, text: ModelText) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ _MAX_PIECE_CHARACTERS = 256
 # Twice those of the largest known vocabulary, that of gemma3.
 _MAX_MERGES = 1 << 20
 # Of llama.cpp, by the names of sentence-transformers; 4 are scores of a reranker.
-_POOLINGS: Mapping[int, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
+POOLINGS: Mapping[int, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 # Their pieces are merged in the order of the vocabulary: their scores do not say it.
 _IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
 
@@ -55,9 +55,11 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
         GgufError: The tokenizer is invalid, or of a kind that is not known; the message names a key.
     """
     tokens = _strings(metadata, "tokens")
+    kind = metadata.get(f"{metadata.get('general.architecture')}.{POOLING}")
+    pooling = POOLINGS.get(kind, "") if isinstance(kind, int) else ""
     if tokens is None:
         _log.warning("there is no tokenizer in the file, so texts are refused and only tokens served")
-        return ModelText(chat_template=_template(metadata, [], max_bytes))
+        return ModelText(chat_template=_template(metadata, [], max_bytes), pooling=pooling)
     if len(tokens) > vocab_size:
         raise GgufError(f"{PREFIX}tokens: has {len(tokens)} tokens, and the model has {vocab_size}")
     template = _template(metadata, tokens, max_bytes)
@@ -65,8 +67,6 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
     if len(content) > max_bytes - template.nbytes:
         warn_too_large("the tokenizer", len(content), max_bytes)
         content = b""
-    kind = metadata.get(f"{metadata.get('general.architecture')}.{POOLING}")
-    pooling = _POOLINGS.get(kind, "") if isinstance(kind, int) else ""
     end_id = _token_id(metadata, "eos_token_id", len(tokens))
     return ModelText(content, template, end_id=end_id, pooling=pooling)
 
