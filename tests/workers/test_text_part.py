@@ -75,6 +75,25 @@ def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
     assert_serves(tmp_path, whole, "native")
 
 
+def test_the_other_parts_may_be_quantised_in_any_way(tmp_path: Path) -> None:
+    """As bitsandbytes has Qwen2.5-VL's, whose rows of 3,420 are no whole groups here."""
+    whole = small_model("qwen2_5_vl")
+    whole.save_pretrained(tmp_path)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [16, 3420], "dtype": "bfloat16"}
+    place = "model.visual.blocks.0.mlp.down_proj.weight"
+    quantised = {
+        place: torch.zeros(16 * 3420 // 2, 1, dtype=torch.uint8),
+        f"{place}.absmax": torch.ones(855),
+        f"{place}.quant_map": torch.zeros(16),
+        f"{place}.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()]).byte(),
+    }
+    save_file(load_file(file) | quantised, file, {"format": "pt"})
+    assert_serves(tmp_path, whole, "native")
+
+
 def test_experts_as_qwen_publishes_them(tmp_path: Path) -> None:
     """All of a layer in one tensor, with inputs before outputs, which the library turns as it reads them."""
     whole = small_model("qwen3_vl_moe")

@@ -19,7 +19,7 @@ from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
 from workers.models.quantised.reader import quantised_tensors
 from workers.models.text import ModelText, read_text
-from workers.models.text_part import WRAPPERS
+from workers.models.text_part import WRAPPERS, without_other_parts
 
 CONFIG_FILE = "config.json"
 
@@ -49,7 +49,10 @@ class ModelSource(Protocol):
         """The end tokens that replace those of the settings; empty if there are none. Raises ModelError."""
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors, by their names in a checkpoint. Raises ModelError."""
+        """All tensors, of a multimodal model those of the text part, by their names in a checkpoint.
+
+        Raises ModelError.
+        """
 
     def notes(self) -> Sequence[str]:
         """What of the model has no effect here, each a line. Raises ModelError."""
@@ -82,6 +85,9 @@ class DirectorySource:
 
     def tensors(self) -> dict[str, StoredTensor]:
         entries, said = read_entries(self.path), self._quantisation()
+        if self.settings().get("model_type") in WRAPPERS:
+            # First: what is not served may be quantised in any way.
+            entries = without_other_parts(entries)
         if said is None:
             return {**entries}
         try:

@@ -120,9 +120,13 @@ def _without_sections(rope: object) -> object:
     return {name: "default" if value == "mrope" else value for name, value in plain.items()}
 
 
+def without_other_parts(tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Those of the text part of a multimodal checkpoint."""
+    return {name: value for name, value in tensors.items() if not name.startswith(LEFT_OUT)}
+
+
 def of_text_model(tensors: Iterable[tuple[str, _Value]]) -> Iterable[tuple[str, _Value]]:
-    """The tensors of the text part of a multimodal checkpoint, by their names in one of a text model."""
+    """The tensors of the text part by their names in a checkpoint of a text model."""
     for name, value in tensors:
-        if not name.startswith(LEFT_OUT):
-            before, after = next((pair for pair in RENAMED if name.startswith(pair[0])), ("", ""))
-            yield after + name.removeprefix(before), value
+        before, after = next((pair for pair in RENAMED if name.startswith(pair[0])), ("", ""))
+        yield after + name.removeprefix(before), value
