@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,15 +76,24 @@ def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
     assert_serves(tmp_path, whole, "native")
 
 
+def test_a_base_model_that_sees(tmp_path: Path) -> None:
+    whole: Any = small_model("qwen3_vl")
+    whole.base_model.save_pretrained(tmp_path)
+    whole.get_output_embeddings().weight = whole.get_input_embeddings().weight
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    assert_serves(tmp_path, whole, "native")
+
+
 def test_the_other_parts_may_be_quantised_in_any_way(tmp_path: Path) -> None:
     """As bitsandbytes has Qwen2.5-VL's, whose rows of 3,420 are no whole groups here."""
-    whole = small_model("qwen2_5_vl")
+    whole = small_model("llava")
     whole.save_pretrained(tmp_path)
     config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
     said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
     state = {"quant_type": "nf4", "blocksize": 64, "shape": [16, 3420], "dtype": "bfloat16"}
-    place = "model.visual.blocks.0.mlp.down_proj.weight"
+    place = "model.vision_tower.blocks.0.mlp.down_proj.weight"
     quantised = {
         place: torch.zeros(16 * 3420 // 2, 1, dtype=torch.uint8),
         f"{place}.absmax": torch.ones(855),

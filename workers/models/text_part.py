@@ -68,6 +68,8 @@ RENAMED = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
+    ("language_model.", "model."),  # of a base model, and the next one
+    ("text_model.", "model."),
 )
 """Prefixes of tensors of the text part, and those in a checkpoint of a text model. The first match counts."""
 
