@@ -112,8 +112,8 @@ def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Mess
     if chat.continue_last_message:
         content = chat.messages[-1].content.rstrip()
         if not content:
-            message = "the content of the last message is empty"
-            raise InvalidArgument("BAD_CHAT", "chat.continue_last_message", message)
+            text = "the content of the last message is empty"
+            raise InvalidArgument("BAD_CHAT", "chat.continue_last_message", text)
         written[-1]["content"] = content + _CONTENT_END
     return written
 
