@@ -529,14 +529,15 @@ def _call_of(text: str) -> tuple[str, str]:
     """The name and the arguments of a call that is an object. Raises _NoCall."""
     try:
         call = bounded_json.loads(text)
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
-            arguments = bounded_json.loads(arguments)
+            arguments = bounded_json.loads(arguments or "null")
     except ValueError:
         raise _NoCall from None
-    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict | None):
         raise _NoCall
-    return call["name"], json.dumps(arguments)
+    # Models write none in several ways.
+    return call["name"], json.dumps(arguments or {})
 
 
 def _calls_of_python(text: str, known: Collection[str] | None) -> list[tuple[str, str]]:

@@ -200,6 +200,15 @@ def test_a_value_has_the_type_that_its_schema_names(
     assert (found, type(found)) == (value, type(value))
 
 
+@pytest.mark.parametrize(
+    "arguments", ["", ', "arguments": null', ', "arguments": ""', ', "parameters": {}', ', "arguments": "{}"']
+)
+def test_a_call_without_arguments(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "look_up"{arguments}}}</tool_call>'
+    content, _, calls = gathered(parts_of(BY_NAME["hermes"], [text]))
+    assert (content, calls) == ("", [("look_up", "{}")])
+
+
 def test_many_dropped_texts() -> None:
     """They are no part of an answer, wherever they are; what only begins like one is."""
     dropped = [f"<SPECIAL_{number}>" for number in range(1000)]
