@@ -476,12 +476,12 @@ async def _masks(
 ) -> list[tuple[Sequence[int], Sequence[bytes]] | QuireError]:
     """The drafts and masks of the first samples, at least one, unless the run has ended.
 
-    Of so many as are computed within a turn: others wait for theirs.
+    Of so many as are computed within a turn, or until the process ends: others wait for theirs.
     """
     masks: list[tuple[Sequence[int], Sequence[bytes]] | QuireError] = []
     until_s = time.monotonic() + _MASKS_TURN_S
     for wanted, future in batch:
-        if future.cancelled() or (masks and time.monotonic() >= until_s):
+        if future.cancelled() or (masks and (process.is_closed or time.monotonic() >= until_s)):
             break
         try:
             masks.append(await wanted.matcher.allowed_along(process, wanted.draft, wanted.most))

@@ -77,6 +77,8 @@ class Sample:
         # Of the text, including what is held back.
         self._num_characters = 0
         self._stops = StopMatcher(spec.stops)
+        # In the text of so many first tokens no stop text is looked for.
+        self._min_tokens = 0 if spec.rules is None else spec.rules.min_tokens
         self._detokenizer = None
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
@@ -173,7 +175,7 @@ class Sample:
         if self._detokenizer is not None and not is_end:
             text = self._detokenizer.push(token_id)
             self._num_characters += len(text)
-            if self.spec.rules is not None and self._num_tokens <= self.spec.rules.min_tokens:
+            if self._num_tokens <= self._min_tokens:
                 chunk.text = text
             else:
                 chunk.text = self._stops.push(text)
@@ -239,7 +241,8 @@ class Sample:
     def _finish(self, chunk: runner_pb2.SampleChunk, reason: runner_pb2.FinishReason) -> None:
         self.is_finished = True
         if not self._stops.found and self._detokenizer is not None:
-            chunk.text += self._stops.push(self._detokenizer.flush())
+            rest = self._detokenizer.flush()
+            chunk.text += rest if self._num_tokens <= self._min_tokens else self._stops.push(rest)
         if self._stops.found:
             # The flushed text contained a stop text.
             if reason != runner_pb2.FINISH_REASON_ERROR:

@@ -28,6 +28,8 @@ _MAX_NAME_CHARACTERS = 256
 _ABSENT = object()
 _CONTENTS = (_ABSENT, None, "")
 _ARGUMENTS_ARE_VALUES = (True, False)
+# Behind the content of a message that is continued: where that ends in what the template writes.
+_CONTENT_END = "CONTINUE_LAST_MESSAGE_HERE"
 # In the template of gpt-oss.
 _HARMONY = "<|channel|>analysis"
 _Messages = Sequence[Mapping[str, Any]]
@@ -66,17 +68,16 @@ async def prompt_of(
             if text == await render(messages, name=name):
                 message = "the model's chat template does not support tools"
                 raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
-    return _up_to_content(text, chat) if chat.continue_last_message else text
+    return _up_to_content(text) if chat.continue_last_message else text
 
 
-def _up_to_content(text: str, chat: runner_pb2.Chat) -> str:
+def _up_to_content(text: str) -> str:
     """A prompt without what the template writes behind the content of the last message."""
-    content = chat.messages[-1].content.rstrip()
-    begin = text.rfind(content) if content else -1
-    if begin < 0:
-        message = "the chat template does not write the content of the last message, or it is empty"
+    end = text.rfind(_CONTENT_END)
+    if end < 0:
+        message = "the chat template does not write the content of the last message"
         raise InvalidArgument("BAD_CHAT", "chat.continue_last_message", message)
-    return text[: begin + len(content)]
+    return text[:end]
 
 
 def _forms(chat: runner_pb2.Chat) -> Iterator[_Messages]:
@@ -108,6 +109,12 @@ def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Mess
             name = functions.get(message.tool_call_id, "")
             if 0 < len(name) <= _MAX_NAME_CHARACTERS:
                 fields["name"] = name
+    if chat.continue_last_message:
+        content = chat.messages[-1].content.rstrip()
+        if not content:
+            text = "the content of the last message is empty"
+            raise InvalidArgument("BAD_CHAT", "chat.continue_last_message", text)
+        written[-1]["content"] = content + _CONTENT_END
     return written
 
 

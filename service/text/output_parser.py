@@ -45,6 +45,17 @@ _CALL_OBJECT = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
 _NAME = re.compile(r"[\w.:\-]{1,256}")
+# Values of parameters as the template of Qwen3-Coder writes them, and the types of JSON's values.
+_PYTHON_VALUES = {"True": True, "False": False, "None": None}
+_KINDS: Mapping[type, Collection[str]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: (),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
 _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]+)")
 
@@ -518,14 +529,15 @@ def _call_of(text: str) -> tuple[str, str]:
     """The name and the arguments of a call that is an object. Raises _NoCall."""
     try:
         call = bounded_json.loads(text)
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
-            arguments = bounded_json.loads(arguments)
+            arguments = bounded_json.loads(arguments or "null")
     except ValueError:
         raise _NoCall from None
-    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict | None):
         raise _NoCall
-    return call["name"], json.dumps(arguments)
+    # Models write none in several ways.
+    return call["name"], json.dumps(arguments or {})
 
 
 def _calls_of_python(text: str, known: Collection[str] | None) -> list[tuple[str, str]]:
@@ -557,11 +569,22 @@ def _typed(text: str, schema: Mapping[str, Any], key: str) -> str:
     """The value of a parameter as JSON: what its schema says, a text otherwise."""
     text = text.removeprefix("\n").removesuffix("\n")
     properties = schema.get("properties")
-    declared = properties.get(key) if isinstance(properties, dict) else None
-    kind = declared.get("type") if isinstance(declared, dict) else None
-    if kind != "string":
-        try:
-            return json.dumps(bounded_json.loads(text))
-        except ValueError:
-            pass
-    return json.dumps(text)
+    kinds = _kinds_of(properties.get(key) if isinstance(properties, dict) else None)
+    try:
+        value = _PYTHON_VALUES[text] if text in _PYTHON_VALUES else bounded_json.loads(text)
+    except ValueError:
+        return json.dumps(text)
+    # Where it may be a text, only what the schema names is another value: a postcode of digits is a text.
+    is_text = "string" in kinds and kinds.isdisjoint(_KINDS[type(value)])
+    return json.dumps(text if is_text else value)
+
+
+def _kinds_of(schema: object) -> set[str]:
+    """The types of values that a schema names, or one of its alternatives. Empty: none."""
+    schemas = [schema]
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema, dict) and isinstance(schema.get(name), list):
+            schemas += schema[name]
+    given = [each.get("type") for each in schemas if isinstance(each, dict)]
+    kinds = [kind for each in given for kind in (each if isinstance(each, list) else [each])]
+    return {kind for kind in kinds if isinstance(kind, str)}

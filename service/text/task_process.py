@@ -120,7 +120,10 @@ class TaskProcess:
 
     async def _start(self) -> None:
         """Starts the process. Raises HelperFailed, or TaskFailed if it was killed."""
-        reads, writes = os.pipe()
+        try:
+            reads, writes = os.pipe()
+        except OSError as error:
+            raise self._not_started(error.strerror or str(error)) from None
         with os.fdopen(reads, "rb") as said:
             try:
                 # If it is cancelled, it waits for the start, and `run` ends the process.

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import structlog
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
@@ -28,7 +30,9 @@ from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import SampleSpec
 from service.runtimes.speculation import PromptLookup
-from service.text.constraints import Matcher
+from service.text import tasks
+from service.text.constraints import Constraints, Grammar, Matcher
+from service.text.task_process import TaskProcess
 from tests.error_details import status_reason
 from tests.sim.harness import MAX_SEQ_LEN, Gateway
 from tests.sim.model_worker import Pool
@@ -406,7 +410,7 @@ class SlowMatcher:
 
     async def in_turn(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         self.num_turns += 1
-        self.works.append(asyncio.ensure_future(work(None)))
+        self.works.append(asyncio.ensure_future(work(TaskProcess(tasks.MASK))))
         return await asyncio.shield(self.works[-1])
 
     def take(self, token_id: int) -> None:
@@ -454,3 +458,22 @@ async def test_masks_that_take_long_are_computed_in_several_turns(
     await run.run([item])
     assert matcher.num_calls == 8 and matcher.num_turns == turns // 2
     assert all(len(reader.tokens("x", sample)) == 2 for sample in range(8))
+
+
+async def test_masks_are_not_asked_for_again_and_again_where_no_process_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As while the system has no process left: each sample fails, and others can run."""
+    monkeypatch.setattr(sys, "executable", "/dev/null/python")
+    monkeypatch.setattr(local_run, "_MASKS_TURN_S", 60.0)
+    constraints = Constraints([b"a", b"b"], [])
+    grammar = Grammar("regex", "a*")
+    item = replace(
+        prepared("x", [1], 2, 8), new_matcher=lambda: Matcher(constraints, grammar, frozenset(), 2)
+    )
+    reader = Reader(random.Random(1))
+    run = LocalRun(cast(Dispatcher, FakeDispatcher([0] * 9)), Batch("key", None, []), reader)
+    with structlog.testing.capture_logs() as lines:
+        await run.run([item])
+    assert [status_reason(chunks[-1].error) for chunks in reader.chunks.values()] == ["HELPER_FAILED"] * 8
+    assert len(lines) == 8

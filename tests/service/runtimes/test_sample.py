@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from quire.v1 import runner_pb2
 
 from service.runtimes.sample import Sample, SampleSpec
+from service.runtimes.token_rules import token_rules
 from tests.service.text.kinds import END, kind
 
 LONG = 1000
@@ -75,6 +77,16 @@ def test_a_draft_ends_before_the_token_that_ends_the_sample(name: str, data: st.
 def test_an_incomplete_character_is_no_stop_text() -> None:
     chunks = list(run(spec("byte_level", ["\ufffd"]), kind("byte_level").encode("\u20ac").ids))
     assert "".join(chunk.text for chunk in chunks) == "\u20ac" and not chunks[-1].stop
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_stop_text_in_the_first_tokens_is_text(name: str) -> None:
+    """Also where it is known only when the sample ends."""
+    ids = kind(name).encode("ab\u4e16").ids
+    made = replace(spec(name, ["\u4e16"], len(ids)), rules=token_rules(len(ids), frozenset(), ()))
+    *_, last = chunks = list(run(made, ids))
+    assert last.finish_reason == runner_pb2.FINISH_REASON_LENGTH and not last.stop
+    assert "".join(chunk.text for chunk in chunks) == "ab\u4e16"
 
 
 def test_a_special_token_that_is_a_stop_text_ends_a_sample() -> None:

@@ -289,6 +289,19 @@ def test_variables_and_ends_that_are_refused(fields: Mapping[str, Any], field: s
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("content", ["end", "<", "|", "im_end", " Hello ", "user"])
+@pytest.mark.parametrize("written_as", ["message.content", "message.content | trim"])
+def test_a_continued_message_ends_with_its_content(content: str, written_as: str) -> None:
+    """Whatever of it the template writes behind that, too."""
+    body = "<|im_start|>{{ message.role }}\n{{ CONTENT }}<|im_end|>\n"
+    form = f"{{% for message in messages %}}{body}{{% endfor %}}"
+    made = parsed([{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}])
+    made.continue_last_message = True
+    begin = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    expected = content.strip() if "trim" in written_as else content.rstrip()
+    assert written(made, form.replace("CONTENT", written_as)) == begin + expected
+
+
 # As that of gpt-oss: it takes one call of a message, no content beside thoughts, and needs descriptions.
 HARMONY = """{%- for tool in tools %}{{- '// ' + tool.function.description }}{% endfor %}
 {%- for message in messages %}

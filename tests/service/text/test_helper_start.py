@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import resource
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -36,6 +39,18 @@ def test_one_that_ends_before_its_first_task_is_logged(broken: None) -> None:
     (line,) = lines
     assert line["log_level"] == "error" and line["module"] == HOSTILE.module and line["status"] == 1
     assert line["error"] == r"ImportError: it was\x1b replaced"
+
+
+def test_one_for_which_no_descriptor_is_left() -> None:
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with structlog.testing.capture_logs() as lines, contextlib.closing(asyncio.new_event_loop()) as loop:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+        try:
+            with pytest.raises(HelperFailed):
+                loop.run_until_complete(TaskProcess(HOSTILE).run(b"echo a"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+    assert [line["error"] for line in lines] == ["Too many open files"]
 
 
 @pytest.mark.parametrize("setup_task", [b"crash", b"write 2000000", b"allocate x"])

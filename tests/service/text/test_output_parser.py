@@ -169,6 +169,46 @@ def test_a_number_beyond_the_largest_is_a_text() -> None:
     assert json.loads(calls[0][1])["days"] == "1e999"
 
 
+@pytest.mark.parametrize(
+    ("declared", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": ["string", "null"]}, "01234", "01234"),
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, '"a"', '"a"'),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "3", 3),
+        ({"oneOf": [{"type": ["string"]}, {"type": "array"}]}, "[1]", [1]),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "string"}, "True", "True"),
+        ({"type": "number"}, "1.5", 1.5),
+        ({"type": [3, {}], "anyOf": 3}, "false", False),
+        ({}, "12", 12),
+    ],
+)
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+def test_a_value_has_the_type_that_its_schema_names(
+    name: str, declared: dict[str, Any], text: str, value: Any
+) -> None:
+    tools = {"look_up": {"properties": {"city": declared}}}
+    parser = OutputParser(OutputFormats(BY_NAME[name]), tools)
+    written = WRITTEN[name].replace("Bern <b>", text)
+    _, _, calls = gathered([*parser.push(written), *parser.end()])
+    found = json.loads(calls[0][1])["city"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", ', "arguments": null', ', "arguments": ""', ', "parameters": {}', ', "arguments": "{}"']
+)
+def test_a_call_without_arguments(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "look_up"{arguments}}}</tool_call>'
+    content, _, calls = gathered(parts_of(BY_NAME["hermes"], [text]))
+    assert (content, calls) == ("", [("look_up", "{}")])
+
+
 def test_many_dropped_texts() -> None:
     """They are no part of an answer, wherever they are; what only begins like one is."""
     dropped = [f"<SPECIAL_{number}>" for number in range(1000)]
