@@ -11,6 +11,7 @@ from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.leases import Lease, Leases, Owned
 from service.shard import Shard
 from tests.postgres_server import PostgresServer
+from tests.service.owners import operator
 from tests.service.served import until
 
 SHARDS = 4
@@ -71,6 +72,20 @@ async def test_no_more_shards_are_given_back_than_another_gateway_lacks(postgres
     await until(lambda: len(first.shards) == len(second.shards) == SHARDS // 2)
     await asyncio.sleep(2)
     assert len(first.given_back) == SHARDS // 2 and not second.given_back
+    await ended(*running)
+
+
+async def test_a_gateway_that_recovers_for_long_is_one_of_them_afterwards(postgres: PostgresServer) -> None:
+    """Before, it ended if another one had started meanwhile."""
+    first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
+    home, lease, leases = await first.keeper.join()
+    running = [asyncio.create_task(Core(home, lease, leases, first).run())]
+    async with operator(postgres.url) as connection:
+        await connection.execute("UPDATE quire.shards SET expires_at = clock_timestamp() WHERE shard < 0")
+    running.append(asyncio.create_task(second.run()))
+    await until(lambda: len(second.shards) == SHARDS - 1)
+    running.append(asyncio.create_task(first.keeper.run(first.open)))
+    await until(lambda: len(first.shards) == len(second.shards) == SHARDS // 2)
     await ended(*running)
 
 
