@@ -135,3 +135,15 @@ async def test_shards_that_are_being_opened_are_given_back_when_their_gateway_st
         await draining
     assert sorted(gateway.given_back) == sorted(opening)
     await ended(running)
+
+
+async def test_a_gateway_that_stops_when_owners_change_does_end(postgres: PostgresServer) -> None:
+    """Before, it went on: `wait_for` of Python 3.11 drops a cancellation if what it waits for is there."""
+    gateway = Gateway(postgres, "first")
+    running = asyncio.create_task(gateway.run())
+    await until(lambda: len(gateway.shards) == SHARDS)
+    gateway.keeper._on_owners(gateway.keeper._owners)
+    running.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.wait({running})
+    assert running.cancelled()

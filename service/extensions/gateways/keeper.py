@@ -120,7 +120,8 @@ class Keeper:
                     self._changed.clear()
                     # Again after a while: what was tried may have failed.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), WATCH_S)
+                        async with asyncio.timeout(WATCH_S):
+                            await self._changed.wait()
         finally:
             with contextlib.suppress(DatabaseFailed):
                 await self._leases.give_back(self._own_lease)

@@ -144,7 +144,8 @@ class Lease(FencedLease):
     async def wait_lost(self, timeout_s: float) -> None:
         """Waits so long at most. Raises OwnershipLost if it is lost."""
         try:
-            await asyncio.wait_for(self._lost.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._lost.wait()
         except TimeoutError:
             return
         raise OwnershipLost(f"shard {self.shard}: {self.loss}")
