@@ -27,6 +27,8 @@ class WorkerExit:
     why: str
     # It will not exit by itself.
     hung: bool = False
+    # It was not heard of: it may only have been paused or cut off. Then it goes on, and can be leased again.
+    silent: bool = False
     # It exited by itself, as far as is known, and not on request.
     crashed: bool = False
     # Set if no other incarnation can serve either.
@@ -111,7 +113,7 @@ class Liveness:
             if self._clock.now_s > config.worker_start_timeout_s:
                 return WorkerExit("it did not become ready in time", hung=True)
         elif self._silent_s > config.heartbeat_timeout_s:
-            return WorkerExit("it stopped answering", hung=True)
+            return WorkerExit("it stopped answering", hung=True, silent=True)
         elif self._step_s > step_timeout_s(config.step_timeout_s, self._snapshot.step_expected_ns / 1e9):
             return WorkerExit("a step took too long", hung=True)
         elif self._adopt_timed_out:

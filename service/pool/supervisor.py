@@ -158,21 +158,21 @@ class Supervisor:
         self._running[name], self.links[name] = incarnation, incarnation.link
         self._processes.add(incarnation.processes)
         log = _log.bind(worker_id=slot.worker_id, epoch=incarnation.epoch, **_where(slot))
-        grace_s, crashed = _STOP_GRACE_S, False
+        grace_s, crashed, is_silent = _STOP_GRACE_S, False, False
         try:
             ended = await incarnation.watch()
             slot.trouble, crashed = ended.why, ended.crashed or ended.hung
             if slot.ready is None:
                 grace_s = _START_FAILURE_GRACE_S
             if ended.hung:
-                grace_s = 0.0
+                grace_s, is_silent = 0.0, ended.silent
             log.warning("worker is gone", why=ended.why)
         finally:
             del self._running[name], self.links[name]
             incarnation.mark_dead(crashed=crashed)
             if not (grace_s or self._detaches):
                 incarnation.processes.kill()
-            await incarnation.link.close(give_back=not self._detaches)
+            await incarnation.link.close(give_back=not (is_silent or self._detaches))
             status = None
             if self._detaches:
                 log.info("worker detached")

@@ -210,6 +210,20 @@ def test_hung_worker(pool: Pool, expected: list[int]) -> None:
     assert not last.is_running()
 
 
+def test_a_paused_worker_keeps_its_model_and_its_kv(pool: Pool, expected: list[int]) -> None:
+    """Before, it ended when it went on, and its successor had to load the model and to compute all KV."""
+    worker = pool.add_worker()
+    with pool.gateway("--heartbeat-timeout-s", "1") as gateway:
+        text = Text(gateway, expected)
+        text.decode(gateway, 3)
+        paused = process_of(worker)
+        paused.suspend()
+        gateway.wait_until(lambda: gateway.status().workers[0].state != pb.WORKER_STATE_READY)
+        paused.resume()
+        text.decode(gateway, 3)
+        assert text.replayed == 0 and process_of(worker) == paused
+
+
 def test_several_gateways_of_one_host(pool: Pool) -> None:
     """Each has a port, and a worker finds the one that needs it. Their shards' workers come back to them."""
     host, _, port = pool.address.rpartition(":")

@@ -11,6 +11,7 @@ from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.leases import Lease, Leases, Owned
 from service.shard import Shard
 from tests.postgres_server import PostgresServer
+from tests.service.owners import operator
 from tests.service.served import until
 
 SHARDS = 4
@@ -74,6 +75,20 @@ async def test_no_more_shards_are_given_back_than_another_gateway_lacks(postgres
     await ended(*running)
 
 
+async def test_a_gateway_that_recovers_for_long_is_one_of_them_afterwards(postgres: PostgresServer) -> None:
+    """Before, it ended if another one had started meanwhile."""
+    first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
+    home, lease, leases = await first.keeper.join()
+    running = [asyncio.create_task(Core(home, lease, leases, first).run())]
+    async with operator(postgres.url) as connection:
+        await connection.execute("UPDATE quire.shards SET expires_at = clock_timestamp() WHERE shard < 0")
+    running.append(asyncio.create_task(second.run()))
+    await until(lambda: len(second.shards) == SHARDS - 1)
+    running.append(asyncio.create_task(first.keeper.run(first.open)))
+    await until(lambda: len(first.shards) == len(second.shards) == SHARDS // 2)
+    await ended(*running)
+
+
 async def test_a_shard_that_was_acquired_without_an_answer_is_served(postgres: PostgresServer) -> None:
     """Before, nobody served it until its lease had expired."""
     gateway = Gateway(postgres, "first")
@@ -120,3 +135,15 @@ async def test_shards_that_are_being_opened_are_given_back_when_their_gateway_st
         await draining
     assert sorted(gateway.given_back) == sorted(opening)
     await ended(running)
+
+
+async def test_a_gateway_that_stops_when_owners_change_does_end(postgres: PostgresServer) -> None:
+    """Before, it went on: `wait_for` of Python 3.11 drops a cancellation if what it waits for is there."""
+    gateway = Gateway(postgres, "first")
+    running = asyncio.create_task(gateway.run())
+    await until(lambda: len(gateway.shards) == SHARDS)
+    gateway.keeper._on_owners(gateway.keeper._owners)
+    running.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.wait({running})
+    assert running.cancelled()

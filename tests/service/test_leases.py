@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from service.extensions.conformance import appended, created, facts
 from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.leases import Leases, Owned
 from service.journal.base import OwnershipLost
 from tests.postgres_server import PostgresServer
 from tests.service.owners import Owner, locked, until_waiting
+from tests.service.served import until
 
 
 async def leases_of(postgres: PostgresServer, name: str, lease_s: float = 60.0) -> Leases:
@@ -150,3 +153,41 @@ async def test_who_watches_sees_changes_of_owners(postgres: PostgresServer) -> N
     watching.cancel()
     await leases._table.close()
     await other._table.close()
+
+
+class Away(Database):
+    """A database that can be away. Counts what it has answered."""
+
+    is_away = False
+    answers = 0
+
+    async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
+        if self.is_away:
+            raise DatabaseFailed("it is away")
+        rows = await super().fetch(query, *values)
+        self.answers += 1
+        return rows
+
+
+async def test_owners_can_renew_leases_that_ended_while_the_database_was_away(
+    postgres: PostgresServer,
+) -> None:
+    """Before, who reached it first took the shards of all others, whose gateways then ended."""
+    leases, database = await leases_of(postgres, "first"), Away(postgres.url)
+    lease = await leases.acquire(1)
+    assert lease is not None
+    seen: asyncio.Queue[Sequence[Owned]] = asyncio.Queue()
+    watching = asyncio.create_task(Leases(database, "other", "other:1", lease_s=20).watch(seen.put_nowait))
+    assert [owned.owner for owned in await seen.get()] == ["first"]
+    database.is_away = True
+    await expire(postgres)
+    # It was looked for meanwhile.
+    await asyncio.sleep(1)
+    database.is_away, before = False, database.answers
+    await until(lambda: database.answers > before)
+    await leases.renew(lease)
+    await until(lambda: database.answers > before + 1)
+    assert seen.empty() and not lease.loss
+    watching.cancel()
+    await leases._table.close()
+    await database.close()

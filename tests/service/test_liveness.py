@@ -9,7 +9,7 @@ from service.pool.liveness import Liveness, WorkerExit, step_timeout_s
 from workers.common import worker_pb2
 
 CONFIG = Config(suspect_after_s=0.5, heartbeat_timeout_s=10.0, worker_start_timeout_s=600)
-SILENT = WorkerExit("it stopped answering", hung=True)
+SILENT = WorkerExit("it stopped answering", hung=True, silent=True)
 TOO_LONG = WorkerExit("a step took too long", hung=True)
 
 

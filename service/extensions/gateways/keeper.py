@@ -72,7 +72,7 @@ class Keeper:
         self._stopping = False
 
     async def join(self) -> tuple[Shard, Lease, Leases]:
-        """Waits for a first shard. Raises DatabaseFailed, OwnershipLost or ConfigError."""
+        """Waits for a first shard. Raises DatabaseFailed or ConfigError."""
         await self._table.prepare()
         count = await self._lookups.create(self._shards)
         if count != self._shards:
@@ -91,9 +91,7 @@ class Keeper:
                 waits = True
                 _log.info("waiting for a shard: others have all of them")
             await asyncio.sleep(WATCH_S)
-            await self._leases.renew(self._own_lease)
-            if self._own_lease.loss:
-                raise OwnershipLost(f"this gateway: {self._own_lease.loss}")
+            await self._renew_own_lease()
 
     async def _take_own_lease(self) -> Lease:
         """Takes the first free row of a gateway."""
@@ -112,7 +110,7 @@ class Keeper:
         self._changed.set()
 
     async def run(self, open_core: OpenLeased) -> None:
-        """Keeps the shards beside the home shard, until cancelled. Raises OwnershipLost."""
+        """Keeps the shards beside the home shard, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_own_lease())
@@ -122,7 +120,8 @@ class Keeper:
                     self._changed.clear()
                     # Again after a while: what was tried may have failed.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), WATCH_S)
+                        async with asyncio.timeout(WATCH_S):
+                            await self._changed.wait()
         finally:
             with contextlib.suppress(DatabaseFailed):
                 await self._leases.give_back(self._own_lease)
@@ -130,11 +129,22 @@ class Keeper:
             await self._table.close()
 
     async def _keep_own_lease(self) -> None:
-        try:
-            await self._leases.keep(self._own_lease)
-        except OwnershipLost:
-            if not self._stopping:
-                raise
+        while not self._stopping:
+            try:
+                with contextlib.suppress(OwnershipLost):
+                    await self._leases.keep(self._own_lease)
+                await self._renew_own_lease()
+            except DatabaseFailed:
+                await asyncio.sleep(WATCH_S)
+
+    async def _renew_own_lease(self) -> None:
+        """Another gateway may have the row, if this one could not renew it: then takes another row.
+
+        Raises DatabaseFailed.
+        """
+        await self._leases.renew(self._own_lease)
+        if self._own_lease.loss and not self._stopping:
+            self._own_lease = await self._take_own_lease()
 
     async def drain(self) -> None:
         """Gives back all shards but the home shard, once their calls have ended."""

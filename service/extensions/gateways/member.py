@@ -48,7 +48,7 @@ class Member(Extension):
         raise NotImplementedError
 
     async def _keep_shards(self, stop: Stop) -> None:
-        """Keeps further shards, until cancelled. Raises OwnershipLost. `stop`: see `GatewayParts`."""
+        """Keeps further shards, until cancelled. `stop`: see `GatewayParts`."""
         raise NotImplementedError
 
     async def _give_back(self, home: ServedShard) -> None:
@@ -80,7 +80,7 @@ class Member(Extension):
             return self._add_port(self._server)
 
     async def run(self) -> None:
-        """Answers the other gateways, and runs further shards. Raises OwnershipLost."""
+        """Answers the other gateways, and runs further shards."""
         await self._server.start()
         try:
             await self._keep_shards(self._parts.stop)

@@ -136,7 +136,8 @@ class _Parent:
             if time.monotonic() - started_s > _LONG_LIFE_S:
                 backoff_s = 0.0
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+                async with asyncio.timeout(backoff_s):
+                    await self._stopping.wait()
                 return 0
 
     async def _run_once(self, index: int) -> int:

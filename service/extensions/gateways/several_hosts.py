@@ -16,7 +16,7 @@ from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Lease, Leases
-from service.journal.base import Journal, JournalUnusable, OwnershipLost
+from service.journal.base import Journal, JournalUnusable
 from service.journal.recovery import Apply
 from service.pool import pool_files
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
@@ -38,7 +38,7 @@ class SeveralHosts(Member):
         """Waits for a shard."""
         try:
             return await self._open(*await self._keeper.join())
-        except (DatabaseFailed, OwnershipLost) as error:
+        except DatabaseFailed as error:
             raise JournalUnusable(f"the database of the journal: {error}") from None
 
     async def _open(self, shard: Shard, lease: Lease, leases: Leases) -> OpenShard:

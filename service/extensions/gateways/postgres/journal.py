@@ -300,7 +300,8 @@ class PostgresJournal(StoredJournal):
             compacting.cancel()
             self._closed = True
             try:
-                await asyncio.wait_for(self._give_back(), _CLOSE_S)
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._give_back()
             except (TimeoutError, DatabaseFailed) as error:
                 _log.error("the rest of the journal could not be written", error=str(error) or "timeout")
             await self._table.close()

@@ -144,7 +144,8 @@ class Lease(FencedLease):
     async def wait_lost(self, timeout_s: float) -> None:
         """Waits so long at most. Raises OwnershipLost if it is lost."""
         try:
-            await asyncio.wait_for(self._lost.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._lost.wait()
         except TimeoutError:
             return
         raise OwnershipLost(f"shard {self.shard}: {self.loss}")
@@ -227,21 +228,27 @@ class Leases:
     async def watch(self, on_owners: Callable[[Sequence[Owned]], None]) -> None:
         """Calls `on_owners` at first and whenever owners have changed, until cancelled.
 
-        While the database is away the owners are those that were seen last.
+        While the database is away the owners are those that were seen last. When it is back, leases may have
+        ended that nobody could renew. Their owners get the time to, before anybody takes these shards.
         """
         seen: list[tuple[int, int, str, str]] | None = None
+        was_away = False
         while True:
             pause_s = WATCH_S
             try:
                 owners = await self.owners()
                 found = [(each.shard, each.fence, each.owner, each.address) for each in owners]
-                if found != seen:
-                    seen = found
-                    on_owners(owners)
-                # What is free soon is looked at then.
-                pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
+                if was_away:
+                    pause_s, was_away = _SHORT_PART * self._lease_s, False
+                else:
+                    if found != seen:
+                        seen = found
+                        on_owners(owners)
+                    # What is free soon is looked at then.
+                    pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
             except DatabaseFailed as error:
                 self._warn("leases of shards cannot be read or renewed", error)
+                was_away = True
             await asyncio.sleep(max(pause_s, _SHORTEST_WATCH_S))
 
 
