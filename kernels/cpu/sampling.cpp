@@ -145,10 +145,11 @@ struct Race {
 };
 
 // A draw by weight. Exact scores are needed only of tokens that may win: few, once a likely token has been met.
-int32_t draw(const Tokens& tokens, const Softmax& softmax, uint64_t key) {
+// `most`: the largest log-weight of the tokens.
+int32_t draw(const Tokens& tokens, const Softmax& softmax, double most, uint64_t key) {
   Race race;
-  race.reach = std::exp(-kLeastNoise);
-  float floor = std::max(softmax.logit(kLeastNoise - kMostNoise), kLowest);
+  race.reach = std::exp(-kLeastNoise - most);
+  float floor = std::max(softmax.logit(most + kLeastNoise - kMostNoise), kLowest);
   float values[2 * kBlockTokens];
   int32_t ids[2 * kBlockTokens];
   int64_t waiting = 0;
@@ -290,9 +291,11 @@ void choose(RowArguments& a, int64_t vocab, Memory& memory) {
   if (softmax.best == kHidden) return;
   tokens = drawable(a, tokens, softmax, memory);
   a.candidates = tokens.count;
+  // 0, unless typical_p has left out the most likely token.
+  const double most = a.limits.typical_p < 1 ? softmax.log_weight(largest(tokens)) : 0;
   const double total = a.logprobs != nullptr || a.drafts > 0 ? softmax.total(tokens.values, tokens.count) : 0;
   for (int64_t i = 0; i < a.draws; i++) {
-    if (a.keys != nullptr) a.tokens[i] = draw(tokens, softmax, a.keys[i]);
+    if (a.keys != nullptr) a.tokens[i] = draw(tokens, softmax, most, a.keys[i]);
     if (a.logprobs == nullptr) continue;
     const int64_t index = index_of(tokens, a.tokens[i]);
     a.logprobs[i] = index < 0 ? kHidden : softmax.log_weight(tokens.values[index]) - std::log(total);

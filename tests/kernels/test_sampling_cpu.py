@@ -115,6 +115,17 @@ def test_they_agree_on_any_settings(seed: int, vocab: int) -> None:
     assert alone == likely
 
 
+@pytest.mark.parametrize("typical_p", [1e-9, 1e-3])
+def test_what_typical_p_leaves_is_drawn_however_unlikely_it_is(typical_p: float) -> None:
+    """Token 0 is left out, and is a thousand times as likely as each other one."""
+    logits = torch.linspace(-7, -12, 20_011)
+    logits[0] = 0
+    spec = Sampling(temperature=1.0, typical_p=typical_p)
+    rows = [SamplingRow(replace(spec, seed=seed)) for seed in range(200)]
+    found, expected = both(lambda: choose_tokens(logits.expand(200, -1), rows).tolist())
+    assert found == expected and 0 not in found
+
+
 def test_what_does_not_fit_the_vocabulary_is_refused() -> None:
     row = SamplingRow(Sampling(temperature=1.0), draft=Draft([9], DraftProbabilities(None, np.ones(5) / 5)))
     with pytest.raises(ValueError, match="beyond a vocabulary of 5"):

@@ -160,6 +160,32 @@ def test_where_nothing_is_accepted_the_root_stays(executor: InProcess) -> None:
     assert (done.kept, done.kept_path) == (1, [0]) and len(done.outputs) == 2
 
 
+def test_another_sequence_with_the_same_tokens_has_the_bits_that_it_has_alone(
+    executor: InProcess, model: Path
+) -> None:
+    """It shares no KV of a tree, whose sums are rounded otherwise, nor what is computed from that."""
+    text = [*range(40)]
+    said = executor.prefill(1, text).token_id
+    for _ in range(12):
+        following = executor.decode(1, said).token_id
+        executor.truncate_kv(1, len(text))
+        _, path = executor.verify_tree(1, [said, (following + 1) % VOCAB, following], [0, 0])
+        assert path == [0, 2]
+        text += [said, following]
+        said = executor.decode(1, 5).token_id
+        text.append(5)
+    other = LlmExecutor.load(model, kv_pages=64, self_check=False)
+    expected = other.prefill(1, [*text, 7], WITH_LOGITS)
+    assert executor.prefill(2, [*text, 7], WITH_LOGITS).logits == expected.logits
+    executor.check_integrity()
+    # What is behind the cut is as of any sequence again.
+    reused = executor.engine.kv_table.usage().prefix_hit_tokens
+    executor.truncate_kv(1, 40)
+    executor.prefill(1, [*range(30)])
+    executor.prefill(3, [*range(40), *range(30)])
+    assert executor.engine.kv_table.usage().prefix_hit_tokens == reused + 64
+
+
 def test_penalties_count_a_path_and_nothing_beside_it(executor: InProcess) -> None:
     spec = OutputSpec(sampling=Sampling(frequency_penalty=2.0, repetition_penalty=3.0), logprob=True)
     text, tree = [4, 5, 6], random_tree(random.Random(2), 9, 30, 8)

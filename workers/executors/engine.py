@@ -447,7 +447,9 @@ class Engine:
             self.kv_table.append(forward.kv, chunk.token_ids)
         elif chunk.is_last:
             forward.kept_path = paths[forward]
-            self.kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path])
+            # Those from here on were moved to other slots.
+            own = next((at for at, index in enumerate(forward.kept_path) if at != index), None)
+            self.kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path], own)
         if self.kv_table.states is not None and chunk.is_last:
             self.kv_table.states.end(forward.sequence)
         forward.computed += chunk.count

@@ -15,6 +15,8 @@ from workers.kv.shared_list import SharedList, TokenList
 # The row of a sequence that is not known. Its length is no position.
 NO_ROW = 0
 _FIRST_ROWS = 64
+# Of `KvSequence.shared_until`: there is no such position.
+ALL = 1 << 62
 
 Rows = NDArray[np.int64]
 
@@ -63,13 +65,17 @@ class SequenceColumns:
 class KvSequence:
     """One sequence. Only `KvTable` changes it. Invalid after `release`."""
 
-    __slots__ = ("_columns", "_token_ids", "digests", "generation", "key", "pages", "row", "salt")
+    __slots__ = (
+        "_columns", "_token_ids", "digests", "generation", "key", "pages", "row", "salt", "shared_until",
+    )  # fmt: skip
 
     def __init__(self, key: int, salt: bytes, generation: int, columns: SequenceColumns) -> None:
         self.key = key
         self.salt = salt
         # Of the table when it was created, or when what it is a fork of was.
         self.generation = generation
+        # The position from which on the KV is not that of a sequence by itself: see `KvTable.append`.
+        self.shared_until = ALL
         # An array, not a list: the garbage collector would visit the items of thousands of forks.
         self.pages: array[int] = array("i")
         self.digests: SharedList[bytes] = SharedList()

@@ -30,7 +30,7 @@ from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
 from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, PagePool, is_state, page_digest, root_digest
 from workers.kv.page_tables import PageTables
-from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
+from workers.kv.sequence import ALL, NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
 from workers.kv.stored_sequences import StoredSequences
 
@@ -197,7 +197,8 @@ class KvTable:
     def next_digest(self, seq: KvSequence, tokens: Sequence[int]) -> bytes | None:
         """The digest of the next page that `tokens` fill after `seq`. None: no such page is shared."""
         offset = len(seq) % self.page_size
-        if offset + len(tokens) < self.page_size or seq.generation != self._generation:
+        end = len(seq) - offset + self.page_size
+        if len(seq) + len(tokens) < end or not self._is_shared(seq, end):
             return None
         page_tokens = [*seq.token_ids[len(seq) - offset : len(seq)], *tokens[: self.page_size - offset]]
         return page_digest(_last_digest(seq), page_tokens)
@@ -290,16 +291,21 @@ class KvTable:
             self._columns.writable[seq.row] = 0
             self._columns.changes[seq.row] += 1
 
-    def append(self, seq: KvSequence, tokens: Sequence[int]) -> None:
+    def append(self, seq: KvSequence, tokens: Sequence[int], own: int | None = None) -> None:
         """Commit `tokens`, whose KV has just been written into reserved slots. Index pages that are full now.
 
         A page is not indexed if another page with the same tokens is. Raises ValueError, and changes
         nothing, if too few slots were reserved.
+
+        own: from this one of the tokens on they are a path of a tree, whose sums round otherwise. So the
+            pages from there on are shared with forks only. None: all may be shared.
         """
         self._check_owned(seq)
         end = len(seq) + len(tokens)
         if end > seq.writable:
             raise ValueError(f"sequence {seq.key}: {end} tokens do not fit in the {seq.writable} reserved")
+        if own is not None:
+            seq.shared_until = min(seq.shared_until, len(seq) + own)
         self._extend(seq, tokens)
         self._index_pages(seq, end)
         if self.states is not None and (snapshots := self.states.appended(seq)):
@@ -333,10 +339,14 @@ class KvTable:
             self._publish(seq, i)
 
     def _publish(self, seq: KvSequence, i: int) -> None:
-        if seq.generation != self._generation:
+        if not self._is_shared(seq, (i + 1) * self.page_size):
             return
         if self._pool.publish(seq.pages[i], seq.digests[i]) and self._stored is not None:
             self._stored.indexed(seq, i)
+
+    def _is_shared(self, seq: KvSequence, end: int) -> bool:
+        """Whether other sequences may share the page of this one that ends there."""
+        return seq.generation == self._generation and end <= seq.shared_until
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
@@ -361,6 +371,8 @@ class KvTable:
         del seq.pages[kept_pages:]
         seq.digests.cut(new_len // self.page_size)
         seq.token_ids.cut(new_len)
+        if new_len <= seq.shared_until:
+            seq.shared_until = ALL
         columns = self._columns
         columns.lengths[seq.row], columns.writable[seq.row] = new_len, 0
         columns.changes[seq.row] += 1
@@ -386,7 +398,7 @@ class KvTable:
             child.pages = pages[:]
             for check in self._checks:
                 check.pages_added(key, pages)
-            child.digests = seq.digests.copy()
+            child.digests, child.shared_until = seq.digests.copy(), seq.shared_until
             self._tokens += len(seq)
             children.append(child)
         if len(seq) % self.page_size and children:
