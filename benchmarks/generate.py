@@ -32,9 +32,9 @@ from benchmarks.gateway_process import CHANNEL_OPTIONS, GatewayProcess
 from benchmarks.in_process import LlmExecutor
 from benchmarks.shapes import SHAPES
 from benchmarks.weights import make_model
+from workers.common.machine_limits import threads_of
 from workers.common.switching import switch_often
 from workers.decodes import CHOSEN, Decodes
-from workers.machine_limits import threads_of
 from workers.operations import Forward, Kind, Release, Result
 from workers.process import LEAST_PARAMETERS_PER_THREAD
 from workers.scheduler import Scheduler

@@ -18,7 +18,15 @@ from weakref import WeakKeyDictionary
 
 from service.caches.tenants import Tenant
 from service.config import Config
-from service.errors import AnswersFull, ArrivingFull, BudgetFull, SessionLimit, TooManyExecutions
+from service.errors import (
+    AnswersFull,
+    ArrivingFull,
+    BudgetFull,
+    HttpLimit,
+    SessionLimit,
+    TooManyExecutions,
+    WatchLimit,
+)
 from service.turns import share_of
 
 # Answers of at most this size count once: the call itself takes as much, and the number of calls has a limit.
@@ -174,8 +182,8 @@ class Budgets:
             chunks=Budget(config.max_unread_bytes // 2, AnswersFull, small=SMALL_BYTES),
             executions=Budget(config.max_executions, TooManyExecutions, leaves_half=True),
             streams=Budget(config.max_sessions, SessionLimit, leaves_half=True),
-            watches=Budget(config.max_sessions, SessionLimit),
-            http=Budget(config.max_sessions, SessionLimit, leaves_half=True),
+            watches=Budget(config.max_sessions, WatchLimit),
+            http=Budget(config.max_sessions, HttpLimit, leaves_half=True),
             bodies=Budget(config.max_arriving_bytes, ArrivingFull),
         )
 

@@ -275,7 +275,15 @@ class ArrivingFull(BudgetFull, reason="ARRIVING_FULL", retry_after_s=1.0):
 
 
 class SessionLimit(BudgetFull, reason="SESSION_LIMIT", retry_after_s=1.0):
-    message = "{limit} Sessions{of_tenant}, or as many health watches or HTTP requests, are open"
+    message = "{limit} Sessions{of_tenant}, or other streams of requests, are open"
+
+
+class WatchLimit(SessionLimit, retry_after_s=1.0):
+    message = "{limit} health watches are open"
+
+
+class HttpLimit(SessionLimit, retry_after_s=1.0):
+    message = "{limit} HTTP requests{of_tenant} are not answered yet"
 
 
 class SlowConsumer(QuireError, code="RESOURCE_EXHAUSTED", reason="SLOW_CONSUMER"):

@@ -61,7 +61,7 @@ WORKER_LAYERS = (
     {"operations"},
     {"outputs"},
     {"kv", "logging", "orphan_timer", "token_trees", "given_experts"},
-    {"common", "huge_pages", "machine_limits"},
+    {"common", "huge_pages"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
 WITHOUT_TORCH = (
@@ -177,8 +177,8 @@ def test_packages_keep_apart(package: str, forbidden: tuple[str, ...]) -> None:
 
 
 def test_what_gateway_and_workers_share_needs_nothing_else() -> None:
-    """But `regex`, by which patterns of configs take bounded time on both sides."""
-    allowed = (*sys.stdlib_module_names, "google.protobuf", "regex", STUBS, COMMON)
+    """But `regex`, by which patterns of configs take bounded time on both sides, and `psutil`, for memory."""
+    allowed = (*sys.stdlib_module_names, "google.protobuf", "psutil", "regex", STUBS, COMMON)
     found = [
         f"{module} imports {name}"
         for module, path in modules("workers").items()

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workers.common.child_process import set_death_signal
+from workers.common.machine_limits import threads_of
 from workers.common.protocol import EXIT_CONFIG
 from workers.common.worker_pb2 import WorkerConfig
 from workers.logging import background_log, configure, get_logger
-from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.runners.rank_processes import RankProcesses
 from workers.server import Progress, WorkerServer

@@ -145,9 +145,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         rpc, call_log = _name(method), self._call_log
 
         async def handle(messages: Any, context: Context) -> Any:  # noqa: RET503 - abort does not return
-            request = await receive(messages, context)
-            if isinstance(request, LargeRequest):
-                request = await request.parse()
+            try:
+                request = await receive(messages, context)
+                if isinstance(request, LargeRequest):
+                    request = await request.parse()
+            except BaseException as error:
+                request = _failure_of(error, rpc)
             request_id = _request_id(getattr(request, "request_id", ""), context)
             bind_request_id(request_id)
             started_s = time.monotonic()
@@ -155,17 +158,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 if isinstance(request, QuireError):
                     raise request
                 response = await behaviour(request, context)
-            except QuireError as error:
-                failure = error.without_traceback()
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     call_log.cancelled(rpc, elapsed_ms(started_s))
                     raise
                 # Another task's cancellation was raised here. Without an answer the caller would hang.
-                failure = NoWorker()
+                failure: QuireError = NoWorker()
             except BaseException as error:
-                failure = _unexpected(error, rpc)
+                failure = _failure_of(error, rpc)
             else:
                 if call_log.has_successes:
                     call_log.done(rpc, started_s)
@@ -212,8 +213,10 @@ def _name(method: str) -> str:
     return escaped(method.rpartition("/")[2][:_MAX_LOGGED_CHARS])
 
 
-def _unexpected(error: BaseException, rpc: str) -> QuireError:
-    """The error that the caller gets for another exception. Raises again what is not a failure."""
+def _failure_of(error: BaseException, rpc: str) -> QuireError:
+    """The error that the caller gets for an exception. Raises again what is not a failure."""
+    if isinstance(error, QuireError):
+        return error.without_traceback()
     if isinstance(error, NOT_FAILURES):
         raise error
     _log.error("call failed unexpectedly", rpc=rpc, exc_info=error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -41,16 +41,23 @@ def http_context(config: Config) -> ssl.SSLContext | None:
     files = _watched(config, "certificates of HTTP", _context)
     if files is None:
         return None
-    first = files.value
+    context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
+    context.files = files
+    return context
 
-    def choose(connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
-        # Called in each handshake.
-        files.refresh()
-        if files.value is not first:
-            connection.context = files.value
 
-    first.sni_callback = choose
-    return first
+class _CurrentContext(ssl.SSLContext):
+    """Gives each connection the context of the current files, as event loops ask for it.
+
+    A context has keys of its own for resumed sessions, which are not verified again: so a session of a client
+    whose CA was removed is none here.
+    """
+
+    files: ReloadedFile[ssl.SSLContext]
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        self.files.refresh()
+        return self.files.value.wrap_bio(*args, **options)
 
 
 def _watched(config: Config, what: str, read: Callable[[Config], _T]) -> ReloadedFile[_T] | None:

@@ -357,10 +357,13 @@ class Incarnation:
 
 
 def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
+    before = slot.load_progress
     if progress.total_bytes:
         slot.load_progress = progress.done_bytes / progress.total_bytes
-    percent = round(100 * slot.load_progress)
-    _log.info("worker loading", worker_id=slot.worker_id, phase=progress.phase, percent=percent)
+    # A line for each tenth: workers say it five times a second.
+    if int(10 * slot.load_progress) > int(10 * before):
+        percent = round(100 * slot.load_progress)
+        _log.info("worker loading", worker_id=slot.worker_id, phase=progress.phase, percent=percent)
 
 
 def end_of(status: int | None, refusal: str) -> str:

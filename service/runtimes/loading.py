@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import psutil
 from quire.v1 import admin_pb2, types_pb2
 
 from service.caches.requests import PreviousCaches
@@ -29,6 +28,7 @@ from service.pool.incarnation import Incarnation
 from service.pool.model_versions import ModelVersion, model_argument
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
+from workers.common.machine_limits import available_bytes
 
 _log = get_logger(__name__)
 _WEIGHTS = "*.safetensors"
@@ -106,9 +106,9 @@ class WeightsLoader:
         needed_bytes = len(self._versions.slots) * sum(
             file.stat().st_size for file in Path(model).glob(_WEIGHTS)
         )
-        available_bytes = psutil.virtual_memory().available
-        if needed_bytes > available_bytes:
-            raise NoMemory(needed_bytes, available_bytes)
+        free_bytes = available_bytes()
+        if needed_bytes > free_bytes:
+            raise NoMemory(needed_bytes, free_bytes)
 
     async def _switch(
         self,

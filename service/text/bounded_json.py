@@ -79,7 +79,7 @@ def parse(text: str, reason: str, field: str) -> Any:
     try:
         return loads(text)
     except ValueError:
-        raise InvalidArgument(reason, field, f"{_name(field)} is not JSON") from None
+        raise InvalidArgument(reason, field, "is not JSON") from None
 
 
 def loads(text: str) -> Any:
@@ -154,7 +154,7 @@ def tools_of(
         raise _too_large("BAD_CHAT", field, MAX_TOOLS_BYTES, MAX_TOOLS_VALUES)
     tools = parse_json(given.tools_json, "BAD_CHAT", field) if given.tools_json else []
     if not isinstance(tools, list):
-        raise InvalidArgument("BAD_CHAT", field, "tools_json is not a list in JSON")
+        raise InvalidArgument("BAD_CHAT", field, "is not a list in JSON")
     return tools
 
 
@@ -163,7 +163,7 @@ def variables_of(chat: runner_pb2.Chat) -> dict[str, Any]:
     field = "chat.variables_json"
     variables = parse(chat.variables_json, "BAD_CHAT", field) if chat.variables_json else {}
     if not isinstance(variables, dict):
-        raise InvalidArgument("BAD_CHAT", field, "variables_json is not an object in JSON")
+        raise InvalidArgument("BAD_CHAT", field, "is not an object in JSON")
     if set_here := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
         raise InvalidArgument("BAD_CHAT", field, f"{min(set_here)} has a field of its own")
     return variables
@@ -204,8 +204,4 @@ def _too_large(
     reason: str, field: str, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES
 ) -> InvalidArgument:
     limits = f"at most {max_bytes} bytes and {max_values} values (a string, list or object counts as 8)"
-    return InvalidArgument(reason, field, f"{_name(field)}, or all JSON of the chat, is too large: {limits}")
-
-
-def _name(field: str) -> str:
-    return field.rpartition(".")[2]
+    return InvalidArgument(reason, field, f"with all JSON of the chat it is too large: {limits}")

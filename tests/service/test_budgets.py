@@ -10,7 +10,14 @@ import pytest
 from service.budgets import SMALL_BYTES, Budget, Budgets
 from service.caches.tenants import Tenant
 from service.config import Config
-from service.errors import AnswersFull, ArrivingFull, BudgetFull, SessionLimit, TooManyExecutions
+from service.errors import (
+    AnswersFull,
+    ArrivingFull,
+    BudgetFull,
+    HttpLimit,
+    SessionLimit,
+    TooManyExecutions,
+)
 
 ALICE, BOB, CAROL = Tenant("alice"), Tenant("bob"), Tenant("carol")
 LIMIT = 100 * SMALL_BYTES
@@ -74,7 +81,7 @@ def test_of_some_things_a_tenant_leaves_half_to_others() -> None:
     with pytest.raises(SessionLimit, match="1 Sessions of the tenant"):
         bob.take()
     carol.take()
-    with pytest.raises(SessionLimit, match="4 Sessions, or as many health watches"):
+    with pytest.raises(SessionLimit, match="4 Sessions, or other streams"):
         budget.share(Tenant("dave")).take()
     alice.give_back()
     budget.share(Tenant("erin")).require()
@@ -129,7 +136,7 @@ def test_it_is_given_back_whatever_happens() -> None:
         ("chunks", {"max_unread_bytes": 20_000}, AnswersFull),
         ("executions", {"max_queued_operations": 10}, TooManyExecutions),
         ("streams", {"max_connections": 40}, SessionLimit),
-        ("http", {"max_connections": 40}, SessionLimit),
+        ("http", {"max_connections": 40}, HttpLimit),
         ("bodies", {"max_unread_bytes": 20_000}, ArrivingFull),
     ],
 )

@@ -61,6 +61,8 @@ ERRORS = [
     errors.AnswersFull(9),
     errors.ArrivingFull(9),
     errors.SessionLimit(9),
+    errors.WatchLimit(9),
+    errors.HttpLimit(9),
     errors.SlowConsumer(30.0),
     errors.QuotaExceeded("max_per_s", 9, 0.5),
     errors.AdapterLimit("adapters", 9),

@@ -110,6 +110,19 @@ async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, erro
         assert word.encode() not in everything_sent(failed)
 
 
+async def test_nor_of_one_while_the_request_is_received() -> None:
+    async def fails(*_: object) -> Any:
+        raise RuntimeError(SECRET)
+
+    state = state_of(Config())
+    vars(state.receiver)["request"] = fails
+    servicer = Servicer()  # type: ignore[abstract]
+    async with channel_to(servicer, CallInterceptor(state)) as channel:
+        failed = await Harness(servicer, channel).refused(raises(RuntimeError()))
+    assert client_errors.from_rpc_error(failed).reason == "INTERNAL"
+    assert SECRET.encode() not in everything_sent(failed)
+
+
 @pytest.mark.parametrize(
     ("error", "pushback_ms"), [(hopeless(), "-1"), (NoWorker(), "1000"), (CacheNotFound(), "")]
 )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from workers import machine_limits
+from workers.common import machine_limits
 from workers.kv.sizing import choose_num_pages
 
 GIB = 1 << 30
@@ -48,7 +48,6 @@ def test_cores(here: Path) -> None:
 
 
 def test_memory(here: Path) -> None:
-    assert machine_limits.memory_limit_bytes() is None
     assert machine_limits.available_bytes() == 48 * GIB
     (here / "memory.max").write_text("max\n")
     for path, limit, used in (here.parent, 40, 5), (here, 16, 10):
@@ -56,7 +55,6 @@ def test_memory(here: Path) -> None:
         (path / "memory.current").write_text(f"{used * GIB}\n")
         expected = min(48, 40 - 5, *([16 - 10] if path == here else []))
         assert machine_limits.available_bytes() == expected * GIB
-    assert machine_limits.memory_limit_bytes() == 16 * GIB
     # What is cached of files is free in the same way as on the machine.
     (here / "memory.stat").write_text(f"anon 1\nactive_file {GIB}\ninactive_file {GIB}\nshmem 7\n")
     assert machine_limits.available_bytes() == 8 * GIB

@@ -20,9 +20,9 @@ from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
 from workers.common.adapter_files import content_digest
 from workers.common.draft_models import MTP_HEAD
+from workers.common.machine_limits import available_bytes
 from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
-from workers.machine_limits import available_bytes
 from workers.models import passed_checks
 from workers.models.active_kernels import check_cuda_kernels, use_bits_of_all_cpus
 from workers.models.check_process import check_apart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.machine_limits import available_bytes
+from workers.common.machine_limits import available_bytes
 
 # The share of the free memory, and the most bytes, so that other programs on the machine keep enough.
 _CPU_MEMORY_SHARE = 0.25

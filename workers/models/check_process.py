@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from workers.common.child_process import import_path, set_death_signal
+from workers.common.machine_limits import available_bytes
 from workers.kv.sizing import KvSizingError
-from workers.machine_limits import available_bytes
 from workers.models.errors import ModelError
 
 # It takes seconds, and minutes on a machine that is overloaded.

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from kernels.packed_pages import PackedKeys
+from workers.common.machine_limits import available_bytes
 from workers.kv.sizing import StateSizes, check_states_fit
 from workers.kv.state_tensors import StateShape, StateTensors, state_bytes
 from workers.kv.tensors import KvTensors, LayerKv
-from workers.machine_limits import available_bytes
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import Adaptable, LoraWeights, PackedLora

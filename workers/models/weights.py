@@ -19,8 +19,8 @@ import torch
 from kernels import gpu_format
 from kernels.float8_weight import Float8Format
 from kernels.weight_formats import OnGpu, WeightFormat, unrounded
+from workers.common.machine_limits import available_bytes
 from workers.kv.sizing import check_weights_fit
-from workers.machine_limits import available_bytes
 from workers.models import checkpoint
 from workers.models.builder import FormatOf, build_decoder, is_router
 from workers.models.checkpoint import AUTO, Staging, StoredTensor

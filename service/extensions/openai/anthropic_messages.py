@@ -25,7 +25,11 @@ from service.extensions.openai.translated import (
 from service.text import bounded_json
 from service.text.bounded_json import MAX_MESSAGES
 
-_NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
+_NAMES = {
+    "stop": "stop_sequences", "parallel_tool_calls": "tool_choice", "tool_choice.function": "tool_choice",
+    "reasoning_effort": "output_config.effort", "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+}  # fmt: skip
 # The fields that mean the same in chats.
 _SAME = ("model", "stream", "temperature", "top_p", "top_k")
 _IGNORED = frozenset({"metadata", "service_tier", "betas", "cache_control"})
@@ -56,15 +60,25 @@ def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = T
     if needs_max_tokens and body["max_tokens"] is None:
         raise bad_field("max_tokens", "is required")
     body["stop"] = fields.raw("stop_sequences")
-    body["messages"] = [*_system(fields), *_messages(fields)]
+    names = {**_NAMES}
+    body["messages"] = _system(fields, names)
+    for role, path, blocks in _turns(fields):
+        for message in _of_assistant(blocks) if role == "assistant" else _of_others(blocks, role):
+            names[f"messages[{len(body['messages'])}]"] = path
+            body["messages"].append(message)
     tools = fields.get("tools", array, MAX_TOOLS) or []
     body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    for index in range(len(tools)):
+        of_tool = f"tools[{index}].function"
+        names |= {of_tool: f"tools[{index}]", f"{of_tool}.parameters": f"tools[{index}].input_schema"}
     if (choice := fields.raw("tool_choice")) is not None:
         body |= _choice(Fields(choice, "tool_choice"))
     if (thinking := fields.raw("thinking")) is not None:
         body["chat_template_kwargs"] = _thinking(Fields(thinking, "thinking"))
+    if (config := fields.raw("output_config")) is not None:
+        body |= _output(Fields(config, "output_config"))
     fields.refuse_others(_IGNORED, {"mcp_servers": [], "container": None})
-    request = as_chat(CompletionRequest, body, resolve, _NAMES)
+    request = as_chat(CompletionRequest, body, resolve, names)
     last = body["messages"][-1]
     # Providers continue it by themselves, if they have the same API.
     if request.model.is_local and last["role"] == "assistant" and "tool_calls" not in last:
@@ -72,27 +86,34 @@ def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = T
     return request
 
 
-def _system(fields: Fields) -> list[dict[str, Any]]:
+def _system(fields: Fields, names: dict[str, str]) -> list[dict[str, Any]]:
     given = fields.raw("system")
     if given is None:
         return []
+    names["messages[0]"] = "system"
     return [{"role": "system", "content": text_of(given, "system", _TEXTS, _IGNORED_OF_BLOCKS)}]
 
 
-def _messages(fields: Fields) -> Iterator[dict[str, Any]]:
+def _turns(fields: Fields) -> list[tuple[str, str, list[Fields]]]:
+    """The role, the path and the blocks of each turn: messages of one role that follow each other are one."""
+    turns: list[tuple[str, str, list[Fields]]] = []
     for index, each in enumerate(fields.get("messages", array, MAX_MESSAGES) or []):
         message = Fields(each, f"messages[{index}]")
         role, content = message.raw("role"), message.raw("content")
         message.refuse_others()
         if role not in ("user", "assistant", "system"):
             raise bad_field(message.path("role"), "must be user, assistant or system")
+        path = message.path("content")
         if isinstance(content, str):
-            yield {"role": role, "content": content}
+            content = [{"type": "text", "text": string(content, path)}]
         elif not isinstance(content, list) or len(content) > _MAX_BLOCKS:
-            raise bad_field(message.path("content"), f"must be a string, or a list of at most {_MAX_BLOCKS}")
+            raise bad_field(path, f"must be a string, or a list of at most {_MAX_BLOCKS}")
+        blocks = [Fields(block, f"{path}[{n}]") for n, block in enumerate(content)]
+        if turns and turns[-1][0] == role:
+            turns[-1][2].extend(blocks)
         else:
-            blocks = [Fields(block, f"{message.path('content')}[{n}]") for n, block in enumerate(content)]
-            yield from _of_assistant(blocks) if role == "assistant" else _of_others(blocks, role)
+            turns.append((role, f"messages[{index}]", blocks))
+    return turns
 
 
 def _of_others(blocks: list[Fields], role: str) -> Iterator[dict[str, Any]]:
@@ -174,6 +195,18 @@ def _thinking(fields: Fields) -> dict[str, Any] | None:
         raise bad_field(fields.path("type"), "must be enabled, disabled or adaptive")
     fields.refuse_others({"budget_tokens", "display"})
     return None if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
+
+
+def _output(fields: Fields) -> dict[str, Any]:
+    body = {"reasoning_effort": fields.raw("effort")}
+    if (given := fields.raw("format")) is not None:
+        form = Fields(given, fields.path("format"))
+        if form.raw("type") != "json_schema":
+            raise bad_field(form.path("type"), "must be json_schema")
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.raw("schema")}}
+        form.refuse_others()
+    fields.refuse_others()
+    return body
 
 
 class MessageResponse(BlocksResponse):

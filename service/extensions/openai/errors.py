@@ -73,14 +73,20 @@ def body(error: QuireError) -> dict[str, Any]:
     """The error object."""
     status = http_status(error)
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    param = error.field or None if isinstance(error, InvalidArgument | SequenceTooLong) else None
-    if error.reason == "RUNTIME_NOT_FOUND":
-        param = "model"
+    param = "model" if error.reason == "RUNTIME_NOT_FOUND" else _field_of(error)
     code = _CODES.get(error.reason, error.reason.lower())
-    # Clients print the message alone.
-    is_named = param is None or param.rpartition(".")[2] in error.message
-    message = error.message if is_named else f"{param}: {error.message}"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _message_of(error), "type": kind, "param": param, "code": code}}
+
+
+def _field_of(error: QuireError) -> str | None:
+    return error.field or None if isinstance(error, InvalidArgument | SequenceTooLong) else None
+
+
+def _message_of(error: QuireError) -> str:
+    """The message, with the field if it does not name that: clients print it alone."""
+    field = _field_of(error)
+    is_named = field is None or field.rpartition(".")[2] in error.message
+    return error.message if is_named else f"{field}: {error.message}"
 
 
 _ANTHROPIC_TYPES = {
@@ -93,4 +99,4 @@ def anthropic_body(error: QuireError) -> dict[str, Any]:
     """The error object of Anthropic's API."""
     status = http_status(error)
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": _message_of(error)}}

@@ -22,7 +22,6 @@ from service.auth.authenticator import current_tenant
 from service.budgets import SMALL_BYTES
 from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
-from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.prompts import Prompt, prompts_of
 from service.extensions.openai.requests import CompletionRequest
@@ -90,8 +89,7 @@ class CompletionHandler:
         try:
             await self._answer(completion_request, scope, send)
         except InvalidArgument as error:
-            field = param_of(error.field, *completion_request.tables)
-            raise error.at(field) from None
+            raise error.at(completion_request.param_of(error.field)) from None
 
     async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
         """Runs the request as an execution, and sends its response. Raises QuireError."""

@@ -109,6 +109,13 @@ def param_of(field: str, *tables: Sequence[ItemField]) -> str:
     return path.removeprefix("sampling.")
 
 
+def renamed(path: str, names: Mapping[str, str]) -> str:
+    """The path of a field whose longest beginning in `names` is replaced by what that is there."""
+    ends = [len(path), *(found.start() for found in reversed([*re.finditer(r"[.\[]", path)]))]
+    end = next((end for end in ends if path[:end] in names), 0)
+    return names.get(path[:end], "") + path[end:]
+
+
 # How fields are set.
 
 

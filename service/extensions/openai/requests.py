@@ -6,7 +6,7 @@ unknown fields, are refused. Those that set a field of an item are in `item_fiel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,8 @@ from service.extensions.openai.item_fields import (
     MAX_TOP_LOGPROBS,
     ItemField,
     given,
+    param_of,
+    renamed,
     set_fields,
     token_ids,
 )
@@ -68,6 +70,7 @@ class CompletionRequest:
     Attributes:
         with_usage: Whether a stream ends with its usage. `usage_in_all`: each event has that so far.
         tables: Which fields set those of the items: of this request, then of any.
+        names: The paths in the request of what has another path in these tables; see `renamed`.
         with_thoughts: Whether thoughts are returned.
         num_prompt_top: How many alternatives to each token of prompts. None: no log-probabilities of these.
         echo: The answer begins with the prompt. `echo_only`: and has nothing else.
@@ -84,12 +87,17 @@ class CompletionRequest:
     usage_in_all: bool = False
     priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED
     tables: Sequence[Sequence[ItemField]] = field(default=(), compare=False)
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
     with_thoughts: bool = True
     num_prompt_top: int | None = None
     echo: bool = False
     echo_only: bool = False
     with_token_ids: bool = False
     experts: RoutedExperts | None = None
+
+    def param_of(self, path: str) -> str:
+        """The field of the request that an error names by a field of an item."""
+        return renamed(param_of(path, *self.tables), self.names)
 
     @property
     def num_scored(self) -> int | None:

@@ -27,8 +27,9 @@ from service.text.bounded_json import MAX_MESSAGES
 
 Keep: TypeAlias = Callable[[Mapping[str, Any]], None]
 _NAMES = {
-    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
+    "messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format", "response_format.json_schema": "text.format",
+    "tool_choice.function": "tool_choice",
 }  # fmt: skip
 # The fields that mean the same in chats.
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p")
@@ -84,11 +85,15 @@ def responses(
     body["max_completion_tokens"] = fields.raw("max_output_tokens")
     instructions = fields.get("instructions", string)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    messages = [*earlier]
-    _add_items(messages, _input(fields))
-    body["messages"] = system + messages
+    messages = [*system, *earlier]
+    names = {**_NAMES, **{f"messages[{index}]": "previous_response_id" for index in range(len(messages))}}
+    if system:
+        names["messages[0]"] = "instructions"
+    _add_items(messages, _input(fields), names)
+    body["messages"] = [*messages]
     tools = fields.get("tools", array, MAX_TOOLS) or []
     body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(tools))}
     choice = fields.raw("tool_choice")
     body["tool_choice"] = _choice(Fields(choice, "tool_choice")) if isinstance(choice, dict) else choice
     if (text := fields.raw("text")) is not None:
@@ -120,9 +125,9 @@ def responses(
     def keep(response: Mapping[str, Any]) -> None:
         if is_kept:
             _add_items(messages, response["output"])
-            stored.keep(tenant, messages, response)
+            stored.keep(tenant, messages[len(system) :], response)
 
-    return as_chat(ResponsesRequest, body, resolve, _NAMES, given=given, keep=keep)
+    return as_chat(ResponsesRequest, body, resolve, names, given=given, keep=keep)
 
 
 def _input(fields: Fields) -> list[Any]:
@@ -133,12 +138,20 @@ def _input(fields: Fields) -> list[Any]:
     return fields.get("input", array, MAX_MESSAGES) or []
 
 
-def _add_items(messages: list[dict[str, Any]], items: Sequence[Any]) -> None:
-    """Adds the messages of items of a request, or of a response."""
+def _add_items(
+    messages: list[dict[str, Any]], items: Sequence[Any], names: dict[str, str] | None = None
+) -> None:
+    """Adds the messages of items of a request, or of a response. `names`: gets the item of each."""
     for index, each in enumerate(items):
-        item = Fields(each, f"input[{index}]")
+        path = f"input[{index}]"
+        item = Fields(each, path)
         _add_item(messages, item)
         item.refuse_others(_IGNORED_OF_ITEMS)
+        if names is not None:
+            message = f"messages[{len(messages) - 1}]"
+            names.setdefault(message, path)
+            if calls := messages[-1].get("tool_calls"):
+                names.setdefault(f"{message}.tool_calls[{len(calls) - 1}].function", path)
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:

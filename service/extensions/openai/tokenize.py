@@ -17,7 +17,7 @@ from service.extensions.openai.anthropic_messages import messages
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields, bad_field, boolean, string, unsupported
 from service.extensions.openai.generation import until_disconnected
-from service.extensions.openai.item_fields import param_of, token_ids
+from service.extensions.openai.item_fields import token_ids
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.requests import CompletionRequest, chat
 from service.runtimes.local import NAME
@@ -90,8 +90,7 @@ class Tokens:
         try:
             return list(await self.text.encode_chat(chat, max_tokens=most))
         except InvalidArgument as error:
-            field = param_of(error.field, *request.tables)
-            raise error.at(field) from None
+            raise error.at(request.param_of(error.field)) from None
 
     async def _model(self, fields: Fields) -> ResolvedModel:
         await self.state.first_worker(None)

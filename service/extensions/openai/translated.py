@@ -11,6 +11,7 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.extensions.openai.choices import Choice
+from service.extensions.openai.item_fields import renamed
 from service.extensions.openai.requests import CompletionRequest, ResolveModel, chat
 from service.extensions.openai.responses import CompletionResponse, to_json
 from service.text.output_parser import Part
@@ -24,26 +25,21 @@ _CUT = frozenset({"length", "content_filter"})
 def as_chat(
     kind: type[_Request], body: dict[str, Any], resolve: ResolveModel, names: Mapping[str, str], **more: Any
 ) -> _Request:
-    """The request of a chat as one of another API. `names`: what that calls the fields of chats.
+    """The request of a chat as one of another API. `names`: the paths of what it calls otherwise.
 
     Raises InvalidArgument, and what `resolve` raises.
     """
     try:
         request = chat({name: value for name, value in body.items() if value is not None}, resolve)
     except InvalidArgument as error:
-        first, dot, rest = error.field.partition(".")
-        name, bracket, index = first.partition("[")
-        place = names.get(name, name) + bracket + index + dot + rest
+        place = renamed(error.field, names)
         is_named = error.message.startswith(error.field)
         message = place + error.message.removeprefix(error.field) if is_named else error.message
         raise InvalidArgument(error.reason, place, message) from None
     given = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
-    given["tables"] = tuple(
-        tuple(dataclasses.replace(one, name=names.get(one.name, one.name)) for one in table)
-        for table in request.tables
-    )
     # Prompts are counted when a stream begins.
-    return kind(**given | {"with_usage": request.is_stream, "usage_in_all": request.is_stream} | more)
+    given |= {"with_usage": request.is_stream, "usage_in_all": request.is_stream}
+    return kind(**given | {"names": names} | more)
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kernels.weight_formats import WeightFormat
+from workers.common.machine_limits import available_bytes
 from workers.kv.sizing import check_weights_fit
-from workers.machine_limits import available_bytes
 from workers.models import checkpoint
 from workers.models.checkpoint import AUTO, StoredTensor
 from workers.models.errors import ModelError

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -392,6 +394,34 @@ async def test_tls_settings_are_the_gateways(tmp_path: Path) -> None:
         assert await statuses(served.port, other, alice, LAST_REQUEST) == []
         install(other.server())
         assert await statuses(served.port, other, alice, LAST_REQUEST) == [b"200"]
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_resumed_session_does_not_outlive_its_ca(tmp_path: Path, version: ssl.TLSVersion) -> None:
+    ours, theirs, used = Authority(tmp_path / "ca"), Authority(tmp_path / "other"), tmp_path / "used"
+    server, alice = ours.server(), ours.issue("alice")
+    used.write_bytes(ours.cert.read_bytes())
+    context = ssl.create_default_context(cafile=str(ours.cert))
+    context.load_cert_chain(alice.cert, alice.key)
+    context.maximum_version = version
+
+    def call(port: int, session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+        with (
+            socket.create_connection(("127.0.0.1", port)) as plain,
+            context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+        ):
+            connection.sendall(LAST_REQUEST)
+            return connection.recv(12), connection.session
+
+    settings = {**tls_settings(server, ours), "tls_client_ca": str(used)}
+    async with serving(FakeRuntime(generate_yes), **settings) as served:
+        answer, session = await asyncio.to_thread(call, served.port, None)
+        assert answer == b"HTTP/1.1 200"
+        assert (await asyncio.to_thread(call, served.port, session))[0] == answer
+        used.write_bytes(theirs.cert.read_bytes())
+        with contextlib.suppress(OSError):
+            answer, _ = await asyncio.to_thread(call, served.port, session)
+            assert answer == b"", "its certificate is verified again"
 
 
 async def test_a_pipelined_request_does_not_inherit_authentication(tmp_path: Path) -> None:

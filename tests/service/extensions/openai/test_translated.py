@@ -244,8 +244,45 @@ def test_conversations_are_those_of_chats() -> None:
     ]  # fmt: skip
     made = messages({"model": "m", "max_tokens": 9, "messages": of_messages}, resolve)
     assert list(made.items[0].chat.messages) == expected
+    # Turns of one role are one.
+    turns: list[Any] = of_messages
+    apart = [{**each, "content": [block]} for each in turns for block in each["content"]]
+    made = messages({"model": "m", "max_tokens": 9, "messages": apart}, resolve)
+    assert list(made.items[0].chat.messages) == expected
     made = responses({"model": "m", "input": of_responses}, resolve)
     assert list(made.items[0].chat.messages) == expected
+
+
+async def test_an_error_of_a_message_names_its_item() -> None:
+    """It is found when the template is filled in, and counts messages: instructions are one, too."""
+    items: Any = [
+        {"role": "user", "content": "Go."},
+        {"type": "message", "role": "assistant", "content": "Yes."},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{"},
+        {"type": "function_call_output", "call_id": "c1", "output": "Sun."},
+    ]
+    async with answering("") as (client, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(
+                model="local", input=items, instructions="Be kind.", tools=OF_RESPONSES
+            )
+        assert caught.value.param == "input[3].arguments" and "input[3].arguments" in caught.value.message
+
+
+async def test_answers_of_a_schema_over_messages() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
+    config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
+    made = messages({"model": "m", "max_tokens": 9, "messages": TALK, "output_config": config}, resolve)
+    item = made.items[0]
+    assert json.loads(item.constraint.json_schema) == schema
+    assert json.loads(item.chat.variables_json) == {"reasoning_effort": "low"}
+    async with answering("") as (client, _):
+        asked = {"model": "local", "max_tokens": 9, "messages": TALK, "stop_sequences": [""]}
+        refused = (await client._client.post(f"{client.base_url}messages", json=asked)).json()
+        assert "stop_sequences[0]" in refused["error"]["message"], (
+            "Anthropic's errors have no other place for it"
+        )
 
 
 async def test_an_answer_goes_on_from_the_assistants_last_message() -> None:
@@ -280,6 +317,14 @@ async def test_an_answer_goes_on_from_the_assistants_last_message() -> None:
         (responses, {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (responses, {}, "input"),
+        (responses, {"input": [*TALK, {"role": "x", "content": "x"}], "instructions": ""}, "input[1].role"),
+        (responses, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        (responses, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (messages, {"messages": TALK, "tools": [{"name": "f", "input_schema": 1}]}, "tools[0].input_schema"),
+        (messages, {"messages": TALK, "output_config": {"format": {}}}, "output_config.format.type"),
+        (messages, {"messages": TALK, "output_config": {"format": {"type": "json_schema"}}},
+         "output_config.format.schema"),
+        (messages, {"messages": TALK, "output_config": {"effort": 1}}, "output_config.effort"),
     ],
 )  # fmt: skip
 def test_what_is_refused(parse: Any, body: dict[str, Any], field: str) -> None:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: `python -m workers.machine_limits` prints it as JSON.
+"""What this process may use of the machine.
 
 By its CPU affinity, and by the limits of its cgroup (v2) and of those above it.
 """
@@ -6,7 +6,6 @@ By its CPU affinity, and by the limits of its cgroup (v2) and of those above it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +30,6 @@ def usable_cores() -> float:
 def threads_of(workers: int) -> int:
     """The share in the usable cores of one of so many workers: at least 1."""
     return max(1, int(usable_cores()) // max(1, workers))
-
-
-def memory_limit_bytes() -> int | None:
-    """The least limit of a cgroup. None: there is none."""
-    return min((limit_bytes for _, limit_bytes in _memory_limits()), default=None)
 
 
 def available_bytes() -> int:
@@ -73,21 +67,3 @@ def _read(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8").strip()
     return ""
-
-
-def main() -> None:
-    """Print one line."""
-    import psutil  # noqa: PLC0415 - as above
-
-    found = {
-        "cores": os.cpu_count() or 1,
-        "usable_cores": usable_cores(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "available_bytes": available_bytes(),
-        "memory_limit_bytes": memory_limit_bytes(),
-    }
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
