@@ -65,11 +65,6 @@ def test_every_file_is_in_a_part() -> None:
     assert own - listed == {"tests/gpu/test_first.py", "tests/gpu/test_shapes.py"}
 
 
-def test_the_first_sections_name_parts_that_there_are() -> None:
-    names = {part.name for part in all_parts()}
-    assert {name for group in sections.FIRST.values() for name in group} < names
-
-
 class KillingReport(Report):
     """Kills the processes that the run has started, once in each section: after its first row."""
 
@@ -104,7 +99,7 @@ def test_figures_go_on_after_a_process_was_killed_in_each_section(tmp_path: Path
 def test_a_part_that_is_killed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [write(tmp_path, "killed", "import os\n\ndef test_it(): os.kill(os.getpid(), 9)\n")]
     parts += [write(tmp_path, "right", "def test_it(): pass\n")]
-    monkeypatch.setattr(sections, "all_parts", lambda: parts)
+    monkeypatch.setattr(sections, "other_parts", lambda: parts)
     report = Report(tmp_path, "test")
     run(named("rest"), report, Log(io.StringIO()), minutes=9, rehearses=True)
     assert [(row.name, row.state) for row in report.rows] == [("killed", "crashed"), ("right", "ok")]
