@@ -32,9 +32,11 @@ _OPERATIONS = (
     *("test_gated_activation.py", "test_rope_kv_write.py", "test_experts.py"),
 )
 # These need no GPU: they compile for one, or test the interpreter, or interpret what is in the CPU's memory.
-_WITHOUT_GPU = ("test_compile_gate.py", "test_interpreter_bf16.py", "test_quantised_models_cuda.py")
-# Of tiny models with recurrent layers, and their kernels.
-_RECURRENT = ("cuda/test_state_scans_cuda.py", "cuda/test_recurrent_models_cuda.py")
+_WITHOUT_GPU = (
+    *("test_compile_gate.py", "test_interpreter_bf16.py"),
+    *("test_quantised_models_cuda.py", "test_gpt_oss_cuda.py"),
+)
+_AMONG_THE_FIRST = "test_recurrent_models_cuda.py"
 # How long a part may take: one that hangs must not hold up the others, nor the device.
 _LIMIT_S = 150.0
 # For each part that has the device to itself; they are the last.
@@ -51,12 +53,14 @@ class Part:
 
     Attributes:
         select: Those of their tests, by pytest's -k; empty: all.
+        needs: Packages without which it is skipped.
         alone: Nothing else may use the device meanwhile.
     """
 
     name: str
     files: tuple[str, ...]
     select: str = ""
+    needs: tuple[str, ...] = ()
     alone: bool = False
     limit_s: float = _LIMIT_S
 
@@ -79,24 +83,25 @@ def _by(name: str, file: str, *selections: str) -> list[Part]:
 
     Most of the time of a part is spent compiling on one core, so that halves take half the time.
     """
-    chosen = {f"{name}-{each}": each for each in selections}
+    chosen = {f"{name}-{each.rpartition(' ')[2]}": each for each in selections}
     chosen[name] = f"not ({' or '.join(selections)})"
     return [Part(part, (file,), select) for part, select in chosen.items()]
 
 
 def first_parts() -> list[Part]:
-    """Those that show most: models on the device, and kernels at real sizes."""
+    """Those that show most: models on the device, and kernels at real sizes. Those that take long first."""
+    kinds = "experts", "windows", "latents"
     return [
-        *_by("graphs", OWN + "test_graphs.py", "experts", "windows", "latents"),
+        *_by("graphs", OWN + "test_graphs.py", *kinds),
         *_by("executor", OWN + "test_executor.py", "qwen3_moe", "deepseek_v3", "gemma3_text"),
-        *_by("real-sizes", OWN + "test_kernels_at_real_sizes.py", "32k", "few_rows"),
-        Part("recurrent", tuple(KERNELS + name for name in _RECURRENT)),
+        *_by("real-sizes", OWN + "test_kernels_at_real_sizes.py", "32k and bf16", "32k and fp32", "few_rows"),
+        Part("recurrent", (KERNELS + "cuda/test_recurrent_models_cuda.py",)),
         Part("step-loop", (OWN + "test_step_loop.py",)),
-        Part("worker", ("tests/workers/test_worker_process.py",)),
-        Part("quantised", (OWN + "test_quantised.py",)),
+        *_by("quantised", OWN + "test_quantised.py", "qwen3_moe", "gpt_oss"),
+        *_by("batch-invariance", OWN + "test_batch_invariance.py", *kinds),
+        *_by("lora", OWN + "test_lora.py", "dense", *kinds),
+        Part("worker", ("tests/workers/test_worker_process.py",), needs=("protobuf", "psutil", "structlog")),
         Part("device-lost", (OWN + "test_device_lost.py",)),
-        Part("lora", (OWN + "test_lora.py",)),
-        Part("batch-invariance", (OWN + "test_batch_invariance.py",)),
         Part("sampling", (OWN + "test_sampling.py",)),
     ]
 
@@ -104,8 +109,8 @@ def first_parts() -> list[Part]:
 def other_parts() -> list[Part]:
     """A whole server, large pools, each other file with tests of kernels, and the device's memory."""
     files = sorted(path.name for path in (ROOT / KERNELS).glob("cuda/test_*.py"))
-    kernels = [*_OPERATIONS, *(f"cuda/{name}" for name in files if name not in _WITHOUT_GPU)]
-    kernels = [name for name in kernels if name not in _RECURRENT]
+    files = [name for name in files if name not in (*_WITHOUT_GPU, _AMONG_THE_FIRST)]
+    kernels = [*_OPERATIONS, *(f"cuda/{name}" for name in files)]
     # The runner and attention before what is simpler.
     kernels.sort(key=lambda name: "runner" not in name and "attention" not in name)
     return [
@@ -137,8 +142,9 @@ class Log:
 def run_part(part: Part, end_s: float, log: Log) -> Outcome:
     """One process; `end_s` is the time.monotonic() after which it is not begun."""
     began_s = time.monotonic()
-    if began_s >= end_s:
-        return Outcome(part.name, "skipped")
+    absent = missing(part.needs)
+    if began_s >= end_s or absent:
+        return Outcome(part.name, "skipped", failures=[f"{name} is missing" for name in absent])
     with tempfile.TemporaryDirectory() as directory:
         progress = Path(directory) / "progress"
         command = [

@@ -126,8 +126,8 @@ class Section:
 def all_sections() -> list[Section]:
     """In the order in which they run."""
     return [
-        Section("versions", 40, _versions),
-        Section("tests", 120, _first_tests),
+        Section("versions", 60, _versions),
+        Section("tests", 150, _first_tests),
         Section("precompile", 90, _precompile),
         Section("model", 150, _model),
         Section("peer", 40, _peer),
