@@ -9,14 +9,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from workers.models.decoder import Decoder
 from workers.models.weights import load_planned, plan_load
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # The default 0.02 makes nearly uniform logits, from which a wrong layer would hardly be seen.
 WEIGHT_SCALE = 0.3
@@ -133,6 +135,8 @@ def make_adapter(
 
     A model in memory is changed. The same seed gives the same weights. `settings`: of its LoraConfig.
     """
+    from peft import LoraConfig, get_peft_model  # machines with GPUs may lack it
+
     if isinstance(model, Path):
         model = copy.deepcopy(_read_model(model))
     adapted = quietly(get_peft_model, model, LoraConfig(task_type="CAUSAL_LM", **settings))
@@ -149,6 +153,8 @@ def make_adapter(
 
 def peft_model(model: Path, adapter: Path) -> PeftModel:
     """A model of transformers with an adapter, as PEFT reads it, in evaluation mode."""
+    from peft import PeftModel
+
     base = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     adapted: PeftModel = quietly(PeftModel.from_pretrained, base, str(adapter)).eval()
     return adapted

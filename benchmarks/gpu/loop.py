@@ -18,8 +18,8 @@ from workers.outputs import OutputSpec
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
-# The loop ends when a device hangs only if somebody looks.
-_ANSWER_S = 60.0
+# The loop ends when a device hangs only if somebody looks. Its first steps compile what they launch.
+_ANSWER_S = 120.0
 
 
 @dataclass

@@ -22,6 +22,8 @@ from tests.gpu.report import Row
 _GRACE_S = 15.0
 # A new process is started after each failure, but not for ever.
 _MOST_STARTS = 12
+# What the rows of a section need is tried so often: if a model cannot be loaded, others still have time.
+_MOST_PREPARATIONS = 2
 
 
 class Device:
@@ -47,12 +49,12 @@ class Device:
         )
         self._process: PeerProcess | None = None
         self._prepare: tuple[str, dict[str, Any]] | None = None
-        self._is_prepared = False
+        self._is_prepared, self._failures = False, 0
         self.roof: dict[str, float] = {}
 
     def prepare_with(self, method: str, **arguments: Any) -> None:
         """What is called before the next call, and again in each new process."""
-        self._prepare, self._is_prepared = (method, arguments), False
+        self._prepare, self._is_prepared, self._failures = (method, arguments), False, 0
 
     def call(self, method: str, end_s: float, **arguments: Any) -> Any:
         """Raises Unavailable, PeerFailed and PeerHangs. It should end by `end_s`, a time.monotonic()."""
@@ -65,8 +67,11 @@ class Device:
             self._process, self._is_prepared = PeerProcess(self._config, self._logs), False
         if self._prepare is not None and not self._is_prepared:
             name, given = self._prepare
+            if self._failures == _MOST_PREPARATIONS:
+                raise PeerFailed(f"{name} has failed")
+            self._failures += 1
             self._process.call(name, timeout_s=_left_s(end_s), **given)
-            self._is_prepared = True
+            self._is_prepared, self._failures = True, 0
         return self._process.call(method, timeout_s=_left_s(end_s), **arguments)
 
     def close(self) -> None:

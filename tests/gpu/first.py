@@ -64,7 +64,7 @@ def main() -> int:
     names = [section.name for section in all_sections()]
     parser.add_argument("--minutes", type=float, default=8.0, help="what has not begun by then is skipped")
     parser.add_argument("--only", action="append", choices=names, help="only this section; repeatable")
-    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="directory of the results")
     parser.add_argument("--commit", help="what is tested, if the copy has no history")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, small and interpreted")

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.shapes import Shape
 from tests.gpu.figures import Device, Figures
-from tests.gpu.parts import Log, Outcome, all_parts, missing, run_together
+from tests.gpu.parts import Log, Outcome, Part, first_parts, missing, other_parts, run_together
 from tests.gpu.report import Row
 
 _PLACES = ("qkv", "output", "gate_up", "down")
@@ -126,10 +126,9 @@ class Section:
 def all_sections() -> list[Section]:
     """In the order in which they run."""
     return [
-        Section("versions", 40, _versions),
+        Section("versions", 60, _versions),
+        Section("tests", 150, _first_tests),
         Section("precompile", 90, _precompile),
-        Section("kernels", 40, _kernels),
-        Section("layers", 60, _layers),
         Section("model", 150, _model),
         Section("peer", 40, _peer),
         Section("quantised", 120, _quantised),
@@ -177,29 +176,16 @@ def _precompile(context: Context, end_s: float) -> Iterator[Row]:
         yield Row("precompile", error.partition(":")[0][:80], "failed", note=error)
 
 
-# The tests that show most, first.
-FIRST = {
-    "kernels": ("real-sizes", "sampling", "lora", "batch-invariance"),
-    "layers": ("recurrent", "graphs", "step-loop", "worker", "executor", "quantised", "device-lost"),
-}
-
-
-def _kernels(context: Context, end_s: float) -> Iterator[Row]:
-    yield from _tests(context, "kernels", FIRST["kernels"], end_s)
-
-
-def _layers(context: Context, end_s: float) -> Iterator[Row]:
-    yield from _tests(context, "layers", FIRST["layers"], end_s)
+def _first_tests(context: Context, end_s: float) -> Iterator[Row]:
+    yield from _tests(context, "tests", first_parts(), end_s)
 
 
 def _rest(context: Context, end_s: float) -> Iterator[Row]:
     context.device.close()  # some of them measure the device's memory
-    done = {name for names in FIRST.values() for name in names}
-    yield from _tests(context, "rest", [part.name for part in all_parts() if part.name not in done], end_s)
+    yield from _tests(context, "rest", other_parts(), end_s)
 
 
-def _tests(context: Context, section: str, names: Sequence[str], end_s: float) -> Iterator[Row]:
-    parts = [part for part in all_parts() if part.name in names]
+def _tests(context: Context, section: str, parts: Sequence[Part], end_s: float) -> Iterator[Row]:
     patience = _REHEARSAL_PATIENCE if context.sizes is REHEARSAL else 1.0
     for outcome in run_together(parts, context.log, end_s, jobs=context.jobs, patience=patience):
         yield _row_of(section, outcome)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.peer_process import PeerFailed
 from tests import quire_command
 from tests.gpu import sections
 from tests.gpu.figures import Device, Figures
@@ -65,11 +67,6 @@ def test_every_file_is_in_a_part() -> None:
     assert own - listed == {"tests/gpu/test_first.py", "tests/gpu/test_shapes.py"}
 
 
-def test_the_first_sections_name_parts_that_there_are() -> None:
-    names = {part.name for part in all_parts()}
-    assert {name for group in sections.FIRST.values() for name in group} < names
-
-
 class KillingReport(Report):
     """Kills the processes that the run has started, once in each section: after its first row."""
 
@@ -104,7 +101,7 @@ def test_figures_go_on_after_a_process_was_killed_in_each_section(tmp_path: Path
 def test_a_part_that_is_killed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [write(tmp_path, "killed", "import os\n\ndef test_it(): os.kill(os.getpid(), 9)\n")]
     parts += [write(tmp_path, "right", "def test_it(): pass\n")]
-    monkeypatch.setattr(sections, "all_parts", lambda: parts)
+    monkeypatch.setattr(sections, "other_parts", lambda: parts)
     report = Report(tmp_path, "test")
     run(named("rest"), report, Log(io.StringIO()), minutes=9, rehearses=True)
     assert [(row.name, row.state) for row in report.rows] == [("killed", "crashed"), ("right", "ok")]
@@ -199,6 +196,34 @@ def test_a_hanging_call_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert row.state == "timed out" and "no answer to kernel" in row.note
     assert figures.call("after", "versions")[0].state == "ok"
     device.close()
+
+
+def test_what_cannot_be_loaded_does_not_take_the_time_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[str]()
+
+    class Unable:
+        broken = ""
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def call(self, method: str, **_: object) -> str:
+            called.append(method)
+            if method == "load":
+                raise PeerFailed("there is no memory")
+            return method
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("tests.gpu.figures.PeerProcess", Unable)
+    figures = Figures(Device("rehearsal", Log(io.StringIO()), rehearses=True), "model", math.inf, turns=1)
+    figures.device.prepare_with("load")
+    rows = [figures.call("decode", "decode")[0] for _ in range(4)]
+    assert [row.note for row in rows] == ["there is no memory"] * 2 + ["load has failed"] * 2
+    figures.device.prepare_with("release")
+    assert figures.call("decode", "decode")[1] == "decode"
+    assert called == ["load", "load", "release", "decode"]
 
 
 def test_a_fault_of_a_section_is_a_row(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -176,6 +177,32 @@ def test_prefills_compile_a_few_variants_and_then_none(decoder: Decoder, compile
             packer.free_pages += item.sequence.pages
     new = compiled[before:]
     assert len(new) <= MOST_PREFILL_VARIANTS, new
+
+
+@pytest.mark.gpu
+@of_one_kind
+def test_graphs_are_captured_while_another_thread_uses_the_device(decoder: Decoder) -> None:
+    """As one that reads an adapter: it asks for the free memory, allocates, and reads rows back."""
+    ended, errors = threading.Event(), list[Exception]()
+
+    def use() -> None:
+        while not ended.is_set():
+            try:
+                torch.cuda.mem_get_info()
+                torch.arange(1 << 20, device="cuda").sum().item()
+            except Exception as error:
+                errors.append(error)
+                return
+
+    runner, packer = make_runner(decoder, launched=False), HandPacker(16, range(1, PAGES))
+    thread = threading.Thread(target=use)
+    thread.start()
+    try:
+        runner.step(packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
+    finally:
+        ended.set()
+        thread.join()
+    assert runner.name == "cuda_graph" and not errors
 
 
 class Uncapturable(Decoder):

@@ -14,7 +14,7 @@ import pytest
 from tests.gpu.parts import all_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-ABSENT = ("structlog", "llguidance", "pytest_asyncio")
+ABSENT = ("structlog", "llguidance", "pytest_asyncio", "peft", "compressed_tensors", "hypothesis")
 # And all within.
 DEEP = tuple(f"{name}." for name in ABSENT)
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r})); "

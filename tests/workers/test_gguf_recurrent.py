@@ -26,7 +26,10 @@ from tests.workers.test_gguf_models import CPU, FAMILIES, TEXT, WIDE, logits
 from tests.workers.test_quantised_models import LENGTHS, add_adapters
 from tests.workers.test_quantised_ranks import assert_parts_are_those_of
 from tests.workers.test_tensor_parallel import random_lora
+from tests.workers.test_weights import LateCopies
 from workers.executors.loading import NATIVE, load_served
+from workers.models import weights
+from workers.models.checkpoint import Staging
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.self_check import tolerance
@@ -369,6 +372,22 @@ def test_decays_that_are_not_negative_are_refused(value: float, tmp_path: Path) 
     file.write_bytes(content)
     with pytest.raises(ModelError, match=r"tensor blk\.2\.ssm_a is not finite"):
         load_decoder(file)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4_k"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_gpu_gets_the_same_values(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To one the parts of plain weights are copied without waiting."""
+    wide = _WIDE_LATENT if name in LATENT else _WIDE
+    file = write_gguf(tmp_path / "model.gguf", family(tmp_path / "hf", name, **wide), kind)
+    expected = load_decoder(file, "float32").targets()
+    staging = Staging(LateCopies(monkeypatch).event, pinned=False)
+    monkeypatch.setattr(weights, "_staging_for", lambda _: staging)
+    found = load_decoder(file, "float32").targets()
+    for each, target in expected.items():
+        assert torch.equal(found[each].into.dense(), target.into.dense()), each
 
 
 def test_keys_and_values_of_latents_have_to_be_of_the_same_heads(

@@ -78,7 +78,10 @@ class Adapted:
             return {}
 
         def rows(matrix: Weight, which: range) -> torch.Tensor:
-            return matrix.rows(torch.tensor(which, device=self.device))
+            indices = torch.tensor(which, device=self.device)
+            # Adapters are read on a thread of their own, and kernels are launched on a thread's device.
+            with torch.cuda.device_of(indices):  # type: ignore[no-untyped-call]
+                return matrix.rows(indices)
 
         shape = self.config.vocab_size, self.config.hidden_size
         named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}

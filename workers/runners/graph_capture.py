@@ -70,7 +70,8 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             try:
-                graph.capture_begin(pool=self._pool)
+                # By default what other threads do, such as to ask for the free memory, ends a capture.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 run()
                 graph.capture_end()
             except Exception:
