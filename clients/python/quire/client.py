@@ -99,14 +99,13 @@ class Client(Caller):
         """
         targets = targets_of(target)
         link = connection(
-            ",".join(targets),
+            targets,
             tls=tls,
             token=token,
             token_in_plain_view=token_in_plain_view,
             max_request_bytes=max_request_bytes,
             max_response_bytes=max_response_bytes,
             retries=retries,
-            several=len(targets) > 1,
         )
         self._channels = {
             target: grpc.insecure_channel(target, options=link.options_for(target))
