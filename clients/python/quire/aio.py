@@ -208,7 +208,7 @@ class AsyncClient(AsyncCaller):
             functools.partial(self._stubs[target].runner_stub.Execute, metadata=self.metadata),
             request,
             self.cancel_execution,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            timeout_s=_calls.limit_s(timeout_s, self._timeout_s),
             retries=self._retries,
             raise_on_error=raise_on_error,
             proxy=self._proxies[target],
@@ -268,7 +268,7 @@ class AsyncClient(AsyncCaller):
         )
         requests = adapter_requests(settings, files, self._max_request_bytes)
         upload = AsyncUpload(requests, self._first_proxy)
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         response: admin_pb2.LoadAdapterResponse = await upload.send(
             self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata
         )
@@ -302,7 +302,7 @@ class AsyncClient(AsyncCaller):
             timeout_s: The timeout of the call. None: the client's.
         """
         upload = AsyncUpload(weight_requests(files, self._max_request_bytes), self._first_proxy)
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         response: admin_pb2.UploadWeightsResponse = await upload.send(
             self.admin_stub.UploadWeights, timeout=limit_s, metadata=self.metadata
         )
@@ -334,7 +334,7 @@ class AsyncClient(AsyncCaller):
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_RECOMPUTE
         elif keep_kv:
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_KEEP_KV
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         served = admin_pb2.LoadWeightsResponse()
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
@@ -512,8 +512,7 @@ class AsyncClient(AsyncCaller):
         call_options: CallOptions,
     ) -> _Response:
         _calls.set_priority(request, call_options.get("priority"), self._priority)
-        timeout_s = call_options.get("timeout_s")
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = _calls.limit_s(call_options.get("timeout_s"), self._timeout_s)
         several = len(self._stubs) > 1
         attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
         while True:

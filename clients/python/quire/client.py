@@ -208,7 +208,7 @@ class Client(Caller):
             functools.partial(self._stubs[target].runner_stub.Execute, metadata=self.metadata),
             request,
             self.cancel_execution,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            timeout_s=_calls.limit_s(timeout_s, self._timeout_s),
             retries=self._retries,
             raise_on_error=raise_on_error,
             proxy=self._proxies[target],
@@ -268,7 +268,7 @@ class Client(Caller):
         )
         requests = adapter_requests(settings, files, self._max_request_bytes)
         upload = Upload(requests, self._first_proxy)
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         response: admin_pb2.LoadAdapterResponse = upload.send(
             self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata
         )
@@ -300,7 +300,7 @@ class Client(Caller):
             timeout_s: The timeout of the call. None: the client's.
         """
         upload = Upload(weight_requests(files, self._max_request_bytes), self._first_proxy)
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         response: admin_pb2.UploadWeightsResponse = upload.send(
             self.admin_stub.UploadWeights, timeout=limit_s, metadata=self.metadata
         )
@@ -332,7 +332,7 @@ class Client(Caller):
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_RECOMPUTE
         elif keep_kv:
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_KEEP_KV
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         served = admin_pb2.LoadWeightsResponse()
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
@@ -510,8 +510,7 @@ class Client(Caller):
         call_options: CallOptions,
     ) -> _Response:
         _calls.set_priority(request, call_options.get("priority"), self._priority)
-        timeout_s = call_options.get("timeout_s")
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = _calls.limit_s(call_options.get("timeout_s"), self._timeout_s)
         several = len(self._stubs) > 1
         attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
         while True:
