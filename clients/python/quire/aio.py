@@ -219,13 +219,21 @@ class AsyncClient(AsyncCaller):
             [item], keep_s=keep_s, timeout_s=call.get("timeout_s"), priority=call.get("priority")
         )
 
-    async def generate(self, prompt: Prompt, **settings: Unpack[TextSettings]) -> str:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+        **settings: Unpack[TextSettings],
+    ) -> str:
         """The text that the server generates for a prompt: token ids, a text, or messages.
 
         `execute` has more: texts as they are generated, several prompts or samples, log-probabilities.
         Raises QuireError, and the errors of `quire.item`.
         """
-        async with self.execute(prompt, **settings) as execution:
+        execution = self.execute(prompt, timeout_s=timeout_s, priority=priority, **settings)
+        async with execution:
             return "".join(await execution.texts())
 
     async def cancel_execution(self, request_id: str) -> bool:
