@@ -16,6 +16,7 @@ from quire import (
     AsyncSession,
     Cache,
     CacheNotFound,
+    Cancelled,
     Client,
     QuireError,
     Session,
@@ -78,6 +79,34 @@ async def test_cancellation(target: str, executor: FakeExecutor) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert len(executor.calls["ReleaseCache"]) == 1, "a cancelled block releases its cache"
+
+
+async def test_a_client_that_is_closed_says_so_to_those_who_wait(target: str, executor: FakeExecutor) -> None:
+    """A CancelledError would be that of their task: a TaskGroup, say, would go on as if all was done."""
+    executor.decode_delay_s = 1.0
+    client = AsyncClient(target)
+    cache = await client.prefill([1])
+    waiting = [asyncio.create_task(cache.decode(2)), asyncio.create_task(client.generate([1, 2]))]
+    assert await asyncio.to_thread(executor.decoding.wait, 60)
+    await client.close()
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(error) for error in found] == [Cancelled] * 2
+    cache.detach()
+
+
+async def test_an_execution_that_is_cancelled_ends_with_that_error(
+    target: str, executor: FakeExecutor
+) -> None:
+    executor.decode_delay_s = 0.05
+    async with AsyncClient(target) as client:
+        execution = client.execute([1, 2], max_tokens=100)
+
+        async def read_and_cancel() -> None:
+            async for _ in execution:
+                await execution.cancel()
+
+        with pytest.raises(Cancelled):
+            await read_and_cancel()
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient, Session, AsyncSession, Cache, AsyncCache])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -115,6 +116,20 @@ async def test_a_url_is_no_target_and_no_port_is_taken_modulo(target: str) -> No
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="is refused: must "):
             kind(target)
+
+
+@pytest.mark.parametrize(
+    ("others", "refused"),
+    [
+        (["unix:/run/quire", "10.0.0.1:1"], "would go to 10.0.0.1:1 in plain view"),
+        (["ipv4:127.0.0.1:1", "ipv4:127.0.0.2:1"], ""),
+        (["127.0.0.1:1", "http://127.0.0.1:2"], "'http://127.0.0.1:2' is refused"),
+        ("127.0.0.1:1,", "'' is refused"),
+    ],
+)
+def test_each_of_several_targets_is_checked(others: str | list[str], refused: str) -> None:
+    with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
+        Client(others, token="secret").close()
 
 
 def test_settings_that_contradict_themselves(tmp_path: Path) -> None:

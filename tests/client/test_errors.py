@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import grpc
 import pytest
 import quire
@@ -58,6 +62,25 @@ def test_all_details_are_read_and_unknown_ones_passed_over() -> None:
     assert error.metadata == {"request_id": "r-1"}
     assert error.retry_delay_s == 1.5
     assert error.violations == (("items[3].token_id", "too large"),)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_comes_from_another_process_as_it_was(
+    copied: Callable[[quire.QuireError], quire.QuireError],
+) -> None:
+    """An error that cannot be read breaks a pool of processes, or makes it wait for ever."""
+    status = rich_status(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "POSITION_MISMATCH",
+        "why",
+        metadata={"seq_len": "3"},
+        retry_delay_s=1.5,
+        violations=[("position", "too large")],
+    )
+    error = from_status(status)
+    again = copied(error)
+    assert isinstance(again, quire.PositionMismatch) and again.seq_len == 3
+    assert vars(again) == vars(error) and str(again) == str(error)
 
 
 def rpc_error(code: grpc.StatusCode, details: bytes) -> grpc.aio.AioRpcError:

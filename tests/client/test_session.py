@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import subprocess
 import sys
 import threading
@@ -150,6 +152,35 @@ def test_a_prefill_that_nobody_waited_for_leaves_no_cache(gateway: GatewayProces
         gateway.wait_until(lambda: gateway.status().caches == 1)
         assert session.prefill(prompt_of(1), request_id="mine").seq_len == 20
         assert gateway.status().caches == 1
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e15])
+def test_an_endless_timeout_does_not_pass(gateway: GatewayProcess, timeout_s: float) -> None:
+    with Client(gateway.address, timeout_s=timeout_s) as client, client.session() as session:
+        assert len(list(client.execute(prompt_of(0), max_tokens=1))) == 1
+        for caller in (client, session):
+            with caller.prefill(prompt_of(0)) as cache:
+                cache.decode(token_of(0, 0))
+
+
+class TookTooLong(Exception):
+    """What a program's own alarm raises."""
+
+
+def test_a_prefill_that_a_signal_has_ended_leaves_no_cache(gateway: GatewayProcess, session: Session) -> None:
+    def alarm(*_: object) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        with held_back(gateway):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(TookTooLong):
+                session.prefill(prompt_of(0))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    gateway.wait_until(in_flight(gateway, 0))
+    gateway.wait_until(lambda: gateway.status().caches == 0)
 
 
 def decoding(cache: Cache, token_id: int, errors: list[QuireError]) -> threading.Thread:

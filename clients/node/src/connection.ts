@@ -19,6 +19,7 @@ import {
   status,
 } from "@grpc/grpc-js";
 
+import { deadlineOf } from "./duration.js";
 import type { Priority } from "./enums.js";
 import { cancelled, Cancelled, errorFromCall, errorFromStatus, QuireError, Unavailable } from "./errors.js";
 import { Gateways } from "./gateways.js";
@@ -267,8 +268,7 @@ export class Connection {
   }
 
   #deadlineOf(options: CallOptions): number | undefined {
-    const timeoutMs = options.timeoutMs ?? this.#settings.timeoutMs;
-    return timeoutMs === undefined ? undefined : Date.now() + timeoutMs;
+    return deadlineOf(options.timeoutMs ?? this.#settings.timeoutMs);
   }
 }
 

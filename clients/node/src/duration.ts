@@ -1,4 +1,4 @@
-/** Conversion to and from protobuf durations. */
+/** Conversion to and from protobuf durations, and deadlines. */
 
 import { create } from "@bufbuild/protobuf";
 import { type Duration, DurationSchema } from "@bufbuild/protobuf/wkt";
@@ -8,6 +8,14 @@ export function durationOf(ms: number | undefined): Duration | undefined {
   if (ms === undefined) return undefined;
   const seconds = Math.floor(ms / 1000);
   return create(DurationSchema, { seconds: BigInt(seconds), nanos: Math.floor((ms - seconds * 1000) * 1e6) });
+}
+
+// A year. grpc-js ends the process for a deadline that it cannot send.
+const LONGEST_TIMEOUT_MS = 365 * 86_400_000;
+
+/** When a time from now on ends, in milliseconds since the epoch. Undefined: never, as for more than a year. */
+export function deadlineOf(timeoutMs: number | undefined): number | undefined {
+  return timeoutMs !== undefined && timeoutMs <= LONGEST_TIMEOUT_MS ? Date.now() + timeoutMs : undefined;
 }
 
 /** The milliseconds of a protobuf duration, or undefined for undefined. */

@@ -7,9 +7,9 @@ import { type ServiceError, status } from "@grpc/grpc-js";
 
 import { Answer, type Chunk, chunkOf } from "./chunks.js";
 import type { CallOptions } from "./connection.js";
-import { msOf } from "./duration.js";
+import { deadlineOf, msOf } from "./duration.js";
 import type { Policy } from "./enums.js";
-import { errorFromCall, QuireError } from "./errors.js";
+import { cancelled, errorFromCall, QuireError } from "./errors.js";
 import {
   type ExecuteRequest,
   type ExecuteResponse,
@@ -87,12 +87,13 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
   async *[Symbol.asyncIterator](): AsyncGenerator<Chunk, void, void> {
     const { timeoutMs, signal, retries = true, raiseOnError = true } = this.#settings;
     // The timeout is that of all attempts together.
-    const deadline = timeoutMs === undefined ? undefined : Date.now() + timeoutMs;
+    const deadline = deadlineOf(timeoutMs);
     // When the stream broke without a chunk since then.
     let brokenAt: number | undefined;
     let longestMs = INITIAL_BACKOFF_MS;
-    while (!this.#isCancelled) {
-      const leftMs = deadline === undefined ? undefined : Math.max(0, deadline - Date.now());
+    for (;;) {
+      if (this.#isCancelled) throw cancelled();
+      const leftMs = deadline === undefined ? Infinity : Math.max(0, deadline - Date.now());
       this.#request.resumeAfter = [...this.#positions.values()];
       const { call, proxy } = this.#begin(this.#request, { timeoutMs: leftMs, signal });
       this.#call = call;

@@ -13,7 +13,7 @@ import { type ClientDuplexStream, type ServiceError, status } from "@grpc/grpc-j
 import { isOwnRequestId } from "./batches.js";
 import { Caller } from "./cache.js";
 import { bufferOf, type CallOptions } from "./connection.js";
-import { durationOf } from "./duration.js";
+import { deadlineOf, durationOf } from "./duration.js";
 import type { Priority } from "./enums.js";
 import {
   cancelled,
@@ -153,11 +153,11 @@ export class Session extends Caller implements AsyncDisposable {
   #result(field: OpenCall["field"], request: object, encoded: Uint8Array, options: CallOptions): Promise<unknown> {
     return new Promise((resolve, reject) => {
       const timeoutMs = options.timeoutMs ?? this.#timeoutMs;
-      const deadline = timeoutMs === undefined ? undefined : Date.now() + timeoutMs;
+      const deadline = deadlineOf(timeoutMs);
       const call: OpenCall = { tag: this.#nextTag++, field, request, encoded, deadline, settle: undefined };
       const abort = () => this.#giveUp(call, cancelled());
       const timer =
-        timeoutMs === undefined || timeoutMs > LONGEST_TIMER_MS
+        timeoutMs === undefined || deadline === undefined || timeoutMs > LONGEST_TIMER_MS
           ? undefined
           : setTimeout(() => this.#giveUp(call, tooLate(timeoutMs)), timeoutMs);
       options.signal?.addEventListener("abort", abort);

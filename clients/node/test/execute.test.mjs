@@ -155,6 +155,12 @@ test("cancelling ends the loop", async () => {
   );
 });
 
+test("what was cancelled before it was read is not read as finished", async () => {
+  const execution = client.execute(LONG);
+  await execution.cancel();
+  await assert.rejects(execution.texts(), { code: status.CANCELLED });
+});
+
 /** An execution whose streams do what `streams` says, one after another; each is a generator of messages. */
 function executionOf(streams, settings = {}, cancelKept = async () => true) {
   const begun = [];

@@ -23,6 +23,8 @@ _CREATING_REQUESTS = (
 # Prefix of the request ids that this client generates. A caller does not know them and cannot retry with
 # them.
 _OWN_REQUEST_ID = "auto-"
+# A year.
+_LONGEST_TIMEOUT_S = 365 * 86_400
 
 _State = TypeVar("_State", bound="CacheState")
 
@@ -59,6 +61,15 @@ class Verified:
     token_logprobs: Sequence[float] = ()
     token_is_argmax: Sequence[bool] = ()
     path: Sequence[int] = ()
+
+
+def limit_s(own_s: float | None, default_s: float | None) -> float | None:
+    """The timeout of a call: its own, or else the client's. None: there is none, as for more than a year.
+
+    gRPC would take the end of infinite time for one that has passed.
+    """
+    timeout_s = default_s if own_s is None else own_s
+    return None if timeout_s is None or timeout_s > _LONGEST_TIMEOUT_S else timeout_s
 
 
 def duration(seconds: float | None) -> duration_pb2.Duration | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -50,7 +51,7 @@ class Connection:
 
 
 def connection(
-    target: str,
+    targets: Sequence[str],
     *,
     tls: Tls | grpc.ChannelCredentials | bool,
     token: str,
@@ -58,16 +59,13 @@ def connection(
     max_request_bytes: int,
     max_response_bytes: int,
     retries: bool = True,
-    several: bool = False,
 ) -> Connection:
-    """Checks a client's arguments. `several`: of several gateways one may be silent.
-
-    Raises ValueError for invalid settings, OSError for unreadable files.
-    """
-    try:
-        require_target(target)
-    except ValueError as error:
-        raise ValueError(f"the target {target!r} is refused: {error}") from None
+    """Checks a client's arguments. Raises ValueError for invalid settings, OSError for unreadable files."""
+    for target in targets:
+        try:
+            require_target(target)
+        except ValueError as error:
+            raise ValueError(f"the target {target!r} is refused: {error}") from None
     # No retry policy, because a channel cannot see which request is fenced. It still resends a request that
     # no server has received.
     options: list[tuple[str, int | str]] = [
@@ -75,8 +73,8 @@ def connection(
         ("grpc.max_receive_message_length", max_response_bytes),
         ("grpc.enable_retries", int(retries)),
     ]
-    if several:
-        # Without an answer to a ping, the next attempt goes to another gateway.
+    if len(targets) > 1:
+        # One may be silent: without an answer to a ping, the next attempt goes to another gateway.
         options += [
             ("grpc.keepalive_time_ms", 2000),
             ("grpc.keepalive_timeout_ms", 3000),
@@ -91,9 +89,11 @@ def connection(
         credentials = _credentials(tls)
         if tls.server_name:
             options.append(("grpc.ssl_target_name_override", tls.server_name))
-    if token and credentials is None and not (token_in_plain_view or is_private(target)):
+    others = [target for target in targets if not is_private(target)]
+    if token and credentials is None and others and not token_in_plain_view:
         raise ValueError(
-            f"without TLS the token would go to {target} in plain view: give tls, or token_in_plain_view=True"
+            f"without TLS the token would go to {', '.join(others)} in plain view: "
+            "give tls, or token_in_plain_view=True"
         )
     return Connection(credentials, options, _bearer(token))
 

@@ -6,10 +6,13 @@ and executions take turns.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from quire._grpc_aio import cancellation
 
 # What an answer's trailing metadata says if another gateway has the cache: its address.
 _METADATA = "quire-gateway"
@@ -79,9 +82,12 @@ class AsyncAnswer:
 
     @staticmethod
     async def get(call: Callable[..., Any], request: Any, **settings: Any) -> tuple[Any, Any]:
-        """Its response and its trailing metadata. Raises grpc.aio.AioRpcError."""
+        """Its response and its trailing metadata. Raises grpc.aio.AioRpcError, and Cancelled."""
         running = call(request, **settings)
-        return await running, await running.trailing_metadata()
+        try:
+            return await running, await running.trailing_metadata()
+        except asyncio.CancelledError as caught:
+            raise cancellation(caught) from None
 
 
 class Answer:

@@ -28,9 +28,6 @@ _FIELD_HEADER_BYTES = 6
 # its timeout.
 _CALL_OVERHEAD_BYTES = 2 * _FIELD_HEADER_BYTES + 11 + 20
 
-# A year. The server treats a longer timeout as none.
-_MAX_TIMEOUT_S = 365 * 86_400
-
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 _AnyFuture = TypeVar(
@@ -118,7 +115,7 @@ class PendingCalls(Generic[_AnyFuture]):
     ) -> None:
         tag = self._next_tag
         call = executor_pb2.SessionCall(**{"tag": tag, field: request})  # type: ignore[arg-type]
-        if timeout_s is not None and timeout_s < _MAX_TIMEOUT_S:
+        if timeout_s is not None:
             call.timeout.FromNanoseconds(max(1, int(timeout_s * 1e9)))
         self._next_tag += 1
         self._calls[tag] = _PendingCall(request, answer)

@@ -13,7 +13,7 @@ from typing import IO, Any, TypeAlias
 
 import grpc
 from google.protobuf.message import Message
-from quire._first_status import FirstStatus
+from quire._grpc_aio import FirstStatus, cancellation
 from quire.errors import from_rpc_error
 from quire.v1 import admin_pb2
 
@@ -172,12 +172,10 @@ class AsyncUpload(_Requests):
             return await call
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(first_status.instead_of(error), self._proxy) from None
-        except asyncio.CancelledError:
-            # gRPC cancels a call if its requests cannot be made; then nobody has cancelled the task.
-            task = asyncio.current_task()
-            if self._error is not None and not (task and task.cancelling()):
-                raise self._error from None
-            raise
+        except asyncio.CancelledError as caught:
+            ended = cancellation(caught)
+            # gRPC cancels a call if its requests cannot be made.
+            raise (ended if ended is caught else self._error or ended) from None
 
     async def _requests_by_threads(self) -> AsyncIterator[Message]:
         requests = self._requests()

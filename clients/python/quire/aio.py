@@ -99,14 +99,13 @@ class AsyncClient(AsyncCaller):
         """
         targets = targets_of(target)
         link = connection(
-            ",".join(targets),
+            targets,
             tls=tls,
             token=token,
             token_in_plain_view=token_in_plain_view,
             max_request_bytes=max_request_bytes,
             max_response_bytes=max_response_bytes,
             retries=retries,
-            several=len(targets) > 1,
         )
         self._channels = {
             target: grpc.aio.insecure_channel(target, options=link.options_for(target))
@@ -209,7 +208,7 @@ class AsyncClient(AsyncCaller):
             functools.partial(self._stubs[target].runner_stub.Execute, metadata=self.metadata),
             request,
             self.cancel_execution,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            timeout_s=_calls.limit_s(timeout_s, self._timeout_s),
             retries=self._retries,
             raise_on_error=raise_on_error,
             proxy=self._proxies[target],
@@ -220,13 +219,21 @@ class AsyncClient(AsyncCaller):
             [item], keep_s=keep_s, timeout_s=call.get("timeout_s"), priority=call.get("priority")
         )
 
-    async def generate(self, prompt: Prompt, **settings: Unpack[TextSettings]) -> str:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+        **settings: Unpack[TextSettings],
+    ) -> str:
         """The text that the server generates for a prompt: token ids, a text, or messages.
 
         `execute` has more: texts as they are generated, several prompts or samples, log-probabilities.
         Raises QuireError, and the errors of `quire.item`.
         """
-        async with self.execute(prompt, **settings) as execution:
+        execution = self.execute(prompt, timeout_s=timeout_s, priority=priority, **settings)
+        async with execution:
             return "".join(await execution.texts())
 
     async def cancel_execution(self, request_id: str) -> bool:
@@ -269,7 +276,7 @@ class AsyncClient(AsyncCaller):
         )
         requests = adapter_requests(settings, files, self._max_request_bytes)
         upload = AsyncUpload(requests, self._first_proxy)
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         response: admin_pb2.LoadAdapterResponse = await upload.send(
             self.admin_stub.LoadAdapter, timeout=limit_s, metadata=self.metadata
         )
@@ -303,7 +310,7 @@ class AsyncClient(AsyncCaller):
             timeout_s: The timeout of the call. None: the client's.
         """
         upload = AsyncUpload(weight_requests(files, self._max_request_bytes), self._first_proxy)
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         response: admin_pb2.UploadWeightsResponse = await upload.send(
             self.admin_stub.UploadWeights, timeout=limit_s, metadata=self.metadata
         )
@@ -335,7 +342,7 @@ class AsyncClient(AsyncCaller):
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_RECOMPUTE
         elif keep_kv:
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_KEEP_KV
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         served = admin_pb2.LoadWeightsResponse()
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
@@ -513,8 +520,7 @@ class AsyncClient(AsyncCaller):
         call_options: CallOptions,
     ) -> _Response:
         _calls.set_priority(request, call_options.get("priority"), self._priority)
-        timeout_s = call_options.get("timeout_s")
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = _calls.limit_s(call_options.get("timeout_s"), self._timeout_s)
         several = len(self._stubs) > 1
         attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
         while True:

@@ -25,6 +25,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -58,6 +59,10 @@ class QuireError(Exception):
         self.retry_delay_s = retry_delay_s
         # (field, what is wrong with it)
         self.violations = tuple(violations)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For copies, and on the way from one process to another. Python's own passes only the text.
+        return type(self), (self.code, self.reason, self.message), self.__dict__
 
 
 class InvalidRequest(QuireError):

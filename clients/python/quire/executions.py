@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import grpc
 from quire._chunks import Answer, Chunk, chunk_of
+from quire._grpc_aio import cancellation
 from quire.errors import Cancelled, from_rpc_error
 from quire.v1 import runner_pb2
 
@@ -195,6 +196,8 @@ class AsyncExecution(_ResumableStream):
                     for chunk in self._received(response):
                         yield chunk
                 return
+            except asyncio.CancelledError as caught:
+                raise cancellation(caught) from None
             except grpc.RpcError as error:
                 pause_s = self._pause_s(error)
             await asyncio.sleep(pause_s)

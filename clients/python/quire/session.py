@@ -18,7 +18,8 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from quire._first_status import FirstStatus
+from quire._calls import limit_s
+from quire._grpc_aio import FirstStatus
 from quire._methods import Method
 from quire._pending_calls import PendingCalls, response_of
 from quire.errors import Cancelled, DeadlineExceeded, QuireError, from_rpc_error
@@ -82,7 +83,7 @@ class SessionStream:
         self, method: Method[_Request, _Response], request: _Request, timeout_s: float | None = None
     ) -> _Response:
         """Makes a call and waits for its response. `timeout_s`: None is the stream's. Raises QuireError."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = limit_s(timeout_s, self._timeout_s)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         answer: concurrent.futures.Future[_Result] = concurrent.futures.Future()
         if not self._slots.acquire(timeout=timeout_s):
@@ -94,13 +95,14 @@ class SessionStream:
             self._slots.release()
             raise
         try:
-            return response_of(method, answer.result(_left_s(deadline_s)))
+            result = answer.result(_left_s(deadline_s))
         except TimeoutError:
             self._abandon(request, answer)
             raise _deadline_exceeded(timeout_s) from None
-        except KeyboardInterrupt:
+        except BaseException:  # what a signal's handler raises, such as KeyboardInterrupt
             self._abandon(request, answer)
             raise
+        return response_of(method, result)
 
     def close(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` for pending calls, then ends the stream. Idempotent."""
@@ -177,7 +179,7 @@ class AsyncSessionStream:
         self, method: Method[_Request, _Response], request: _Request, timeout_s: float | None = None
     ) -> _Response:
         """Makes a call and waits for its response. `timeout_s`: None is the stream's. Raises QuireError."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = limit_s(timeout_s, self._timeout_s)
         answer: asyncio.Future[_Result] = self._loop.create_future()
         try:
             async with asyncio.timeout(timeout_s) as limit:

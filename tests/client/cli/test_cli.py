@@ -359,6 +359,7 @@ def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) ->
         ("localhost:1234", "localhost:1234"),
         ("[::1]:1234", "[::1]:1234"),
         ("unix:/run/quire", "unix:/run/quire"),
+        ("localhost,[::1]:1234", "localhost:50051,[::1]:1234"),
     ],
 )
 def test_a_target_without_a_port_means_the_default_port(
@@ -373,7 +374,7 @@ def test_a_target_without_a_port_means_the_default_port(
     monkeypatch.setattr(grpc, "insecure_channel", channel)
     monkeypatch.setenv("QUIRE_TARGET", given)
     assert main(["status"]) == main(["generate", "--tokens", "1", "--target", given]) == 0
-    assert asked == [meant, meant]
+    assert asked == 2 * meant.split(",")
 
 
 def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,6 @@ _MAX_ERROR_CHARS = 300
 
 def generate(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status. Raises CommandFailed."""
-    if hasattr(sys.stdout, "reconfigure"):  # a replaced stdout may be anything
-        sys.stdout.reconfigure(errors="replace")
     if options.prompt == "-":
         # Without the trailing newline, like `$(...)` in a shell.
         options.prompt = sys.stdin.buffer.read().decode(errors="surrogateescape").removesuffix("\n")

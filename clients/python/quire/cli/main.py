@@ -14,6 +14,7 @@ import argparse
 import difflib
 import errno
 import importlib
+import io
 import os
 import re
 import sys
@@ -54,6 +55,9 @@ _NO_SERVER = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status. argparse exits with 2 on invalid usage."""
     open_standard_files()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a replaced stdout may be anything
+        # What a terminal has no character for.
+        sys.stdout.reconfigure(errors="replace")
     parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
     try:
         status = _run(parsed)

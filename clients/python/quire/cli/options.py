@@ -89,7 +89,8 @@ def _target(text: str) -> str:
         require_target(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is refused: {error}") from None
-    return f"{text}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(text) else text
+    addresses = text.split(",")
+    return ",".join(f"{one}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(one) else one for one in addresses)
 
 
 _STATUS_WORDS = """\

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from quire.cli.load.processes import ClientProcesses
 from quire.cli.main import main
 from quire.cli.terminal import CommandFailed
 
+from benchmarks.checkout import ROOT, environment
 from tests import quire_command
 from tests.gateway_process import GatewayProcess
 
@@ -133,6 +136,30 @@ def test_ctrl_c_ends_it_with_the_report_of_what_there_is(gateway: GatewayProcess
     assert found["throughput"]["output_tokens_per_s"] > 0
     assert "interrupted" in printed
     gateway.wait_until(lambda: gateway.status().caches == 0)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_files_are_written_whatever_becomes_of_the_output(
+    gateway: GatewayProcess, tmp_path: Path, is_read: bool
+) -> None:
+    """A terminal without the sign for "at most", and a reader that leaves."""
+    out = tmp_path / "out.json"
+    arguments = ("--target", gateway.address, "--out", str(out), "--slo-ttft-ms", "60000", *SHORT)
+    with subprocess.Popen(
+        [sys.executable, "-m", "quire.cli", "load", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(ROOT) | {"PYTHONIOENCODING": "ascii"},
+    ) as process:
+        if not is_read:
+            assert process.stdout is not None
+            process.stdout.close()
+            process.stdout = None
+        printed, complaints = process.communicate(timeout=60)
+    assert process.returncode == (0 if is_read else 1) and "Traceback" not in complaints
+    assert json.loads(out.read_text())["runs"]
+    assert not is_read or "with TTFT ? 60,000 ms" in printed
 
 
 @pytest.mark.parametrize(

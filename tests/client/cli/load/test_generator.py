@@ -125,6 +125,25 @@ def test_latencies_count_from_the_intended_start_when_the_client_itself_is_late(
     assert any(remark.who == "client" and "sent late" in remark.text for remark in said)
 
 
+def test_a_rate_beyond_the_client_is_sent_as_fast_as_it_can_and_ends_in_time() -> None:
+    """Each look at the clock takes a while, as making a prompt does."""
+    loop, sent_s = VirtualLoop(), list[float]()
+
+    def clock() -> float:
+        loop.pause(0.01)
+        return loop.time()
+
+    async def serve(probe: Probe) -> None:
+        sent_s.append(loop.time())
+        probe.done()
+
+    too_fast = dataclasses.replace(TEN_EVENLY, pace=Pace(rate=1000, arrivals="constant"))
+    generator = Generator(too_fast, 0, FakeServer(serve), clock)
+    loop.run_to_end(generator.run())
+    assert sent_s[0] < 0.1, "it does not wait until all requests are made"
+    assert loop.time() < too_fast.end_s + too_fast.grace_s + 1
+
+
 def test_a_server_that_falls_behind_is_named() -> None:
     records = run(TEN_EVENLY, after(lambda _: 0.3, asyncio.Lock()))
     found = figures(measured(TEN_EVENLY, records), Bounds())

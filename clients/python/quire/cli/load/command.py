@@ -99,11 +99,12 @@ async def _main(
                 runs.append(await _run(spec, plan, clients, interrupts.stopped))
         interrupts.is_running = False
     document = {"format": _FORMAT, "about": _about(spec, plan, info, capabilities), "runs": _rounded(runs)}
-    print_summary(document)
     if spec.out is not None:
         spec.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if spec.report is not None:
         spec.report.write_text(page(document), encoding="utf-8")
+    # Last: whoever reads it may have left.
+    print_summary(document)
     is_whole = not interrupts.stopped.is_set()
     return 0 if is_whole and all(run["requests"]["done"] for run in runs) else 1
 

@@ -143,6 +143,8 @@ class Generator:
             for group, at_s in self._groups():
                 # Create the prompts in advance, because that takes time.
                 probes = self._probes(group, at_s)
+                # Also if it is late: others are to be sent, and the run is to end.
+                await asyncio.sleep(0)
                 while (left_s := at_s - self._clock()) > 0:  # noqa: ASYNC110 - there is no event for a time
                     await asyncio.sleep(left_s)
                 self._begin(probes)

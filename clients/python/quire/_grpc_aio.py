@@ -1,11 +1,25 @@
-"""A workaround for grpcio's asyncio API: it can lose the status of a call with a stream of requests."""
+"""Workarounds for grpcio's asyncio API, which can hide why a call has ended."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
 import grpc
+from quire.errors import Cancelled
+
+
+def cancellation(caught: asyncio.CancelledError) -> BaseException:
+    """What to raise for what a call has raised: `caught` if the task is cancelled, otherwise Cancelled.
+
+    grpcio raises CancelledError also for a call that this client has cancelled, by closing for example. As a
+    task's own it would not be noticed: a TaskGroup takes it for the wish of the task.
+    """
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        return caught
+    return Cancelled(grpc.StatusCode.CANCELLED, "", "cancelled by this client")
 
 
 class FirstStatus:
