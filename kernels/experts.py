@@ -26,6 +26,8 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
+from kernels.cpu import routing
+from kernels.cpu.dtypes import can_run
 from kernels.expert_lora import ExpertAdapters
 from kernels.gated_activation import (
     ACTIVATIONS,
@@ -66,16 +68,17 @@ def route(
         dtype: The dtype of the weights, which are rounded once at the end. None: that of the logits, as in
             Qwen3-MoE; Mixtral uses torch.float32.
         given: [T, k] int64, experts that are chosen whatever their scores, in the order in which they are
-            summed. Not checked. A row that begins with -1 has none. None: no row has.
+            summed. Not checked on a GPU. A row that begins with -1 has none. None: no row has.
         rule: What scores are, and which experts may be chosen.
         correction: [E] float32, added to scores to choose by, and not to weights; None: there is none.
 
     Returns:
         expert_ids [T, k] int64, the best first if they are not given, without repetition; expert_weights
-        [T, k]. Of equal scores the lower number comes first on a GPU; elsewhere torch.topk decides.
+        [T, k]. Of equal scores the lower number comes first, but for float16 on a CPU.
 
     Raises:
         ValueError, TypeError: An argument is invalid; the message names it.
+        IndexError, RuntimeError: A given expert does not exist (on the CPU).
     """
     check_tensor("logits", logits, (None, None), FLOAT_DTYPES)
     if not 1 <= k <= logits.shape[1]:
@@ -86,6 +89,23 @@ def route(
         from kernels.cuda import routing as cuda
 
         return cuda.route(logits, k, normalize, dtype or logits.dtype, given, rule, correction)
+    if can_run(logits):
+        compiled = routing.compiled_rule(rule, logits.shape[1], k, normalize, correction)
+        expert_ids, weights = routing.route(logits, compiled, given)
+        return expert_ids, weights.to(dtype or logits.dtype)
+    return route_reference(logits, k, normalize, dtype or logits.dtype, given, rule, correction)
+
+
+def route_reference(
+    logits: torch.Tensor,
+    k: int,
+    normalize: bool,
+    dtype: torch.dtype,
+    given: torch.Tensor | None = None,
+    rule: RoutingRule = BEST_SOFTMAX,
+    correction: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route` in plain torch, whose topk chooses among equal scores."""
     # [T, E]
     scores = sigmoid(logits.float()) if rule.sigmoid else functional.softmax(logits, -1, dtype=torch.float32)
     chosen_by = _of_best_groups(scores if correction is None else scores + correction, rule)
@@ -100,7 +120,7 @@ def route(
             # The scores of experts that the router would never choose may all be rounded to 0.
             alone = functional.softmax(logits.gather(1, expert_ids), dim=-1, dtype=torch.float32)
             weights = torch.where(total > 0, weights, alone)
-    return expert_ids, (weights * rule.scale).to(dtype or logits.dtype)
+    return expert_ids, (weights * rule.scale).to(dtype)
 
 
 def _of_best_groups(chosen_by: torch.Tensor, rule: RoutingRule) -> torch.Tensor:

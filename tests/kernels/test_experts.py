@@ -11,10 +11,12 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from kernels.cpu.dtypes import can_run
 from kernels.cpu.experts import PackedWeights
-from kernels.experts import Biases, ExpertWeights, experts, pack_experts, route
+from kernels.experts import Biases, ExpertWeights, experts, pack_experts, route, route_reference
 from kernels.gated_activation import OF_THE_GATE, Activation
 from kernels.linear import DenseWeight, can_pack
+from kernels.routing_rule import RoutingRule
 from tests.families import by_turns
 from tests.kernels.conftest import HAS_TRITON, SELDOM
 from tests.kernels.cuda.poison import surrounded
@@ -214,7 +216,7 @@ QWEN3_MOE: dict[str, Any] = {"hidden_size": 32, "num_experts": 16, "num_experts_
         ),
     ],
 )
-def test_routes_bitwise_as_transformers(
+def test_routes_as_transformers(
     router_of: Any, config: Any, normalize: bool, weights_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     router = router_of(config).to(dtype)
@@ -223,7 +225,69 @@ def test_routes_bitwise_as_transformers(
         logits, weights, ids = router(torch.randn(50, 32).to(dtype))
         actual_ids, actual_weights = route(logits, config.num_experts_per_tok, normalize, dtype=weights_dtype)
     assert torch.equal(actual_ids, ids) and actual_ids.dtype is torch.int64
-    assert torch.equal(actual_weights, weights) and actual_weights.dtype is (weights_dtype or dtype)
+    assert actual_weights.dtype is weights.dtype is (weights_dtype or dtype)
+    for each in actual_weights, weights:
+        assert_weights(each, logits, ids, normalize=normalize)
+
+
+def assert_weights(actual: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, *, normalize: bool) -> None:
+    exact = logits.double().softmax(-1).gather(1, ids)
+    if normalize:
+        exact = exact / exact.sum(-1, keepdim=True)
+    # In float32 an exponential has the relative error of its argument's rounding, up to 2^-24 times 20; ten
+    # additions and two divisions follow, all of numerator and denominator. At last one rounding to the dtype,
+    # by half a unit, or half of the least number.
+    info = torch.finfo(actual.dtype)
+    rounding, least = info.eps / 2, info.tiny * info.eps / 2
+    assert ((actual.double() - exact).abs() <= exact * (rounding + 64 * 2**-24) + least).all()
+
+
+RULES = {
+    "softmax": RoutingRule(),
+    "the best one of groups": RoutingRule(groups=4, best_groups=2, scale=2.5),
+    "the best two of groups": RoutingRule(sigmoid=True, groups=4, best_groups=3, eps=1e-20),
+}
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_compiled_rules_are_those_of_torch(rule: RoutingRule, *, corrected: bool) -> None:
+    """In float32, where no two scores are equal; and a row has the same bits alone."""
+    logits = torch.randn(50, 40) * 3
+    correction = torch.randn(40) * 0.1 if corrected else None
+    ids, weights = route(logits, 6, normalize=True, rule=rule, correction=correction)
+    expected_ids, expected = route_reference(logits, 6, True, torch.float32, None, rule, correction)
+    # Weights are sums and quotients of the same scores, which differ by the roundings of `assert_weights`.
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=128 * 2**-24, atol=0)
+    alone = [route(row, 6, normalize=True, rule=rule, correction=correction)[1] for row in logits.split(1)]
+    assert torch.equal(torch.cat(alone), weights)
+
+
+@pytest.mark.skipif(not can_run(torch.empty(0)), reason="needs compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_scores_the_lower_number_comes_first(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0, 0.0], [2.0] * 6]).to(dtype)
+    assert route(logits, 4, normalize=True)[0].tolist() == [[1, 3, 4, 0], [0, 1, 2, 3]]
+    rule = RoutingRule(groups=3, best_groups=2)
+    assert route(logits, 2, normalize=True, rule=rule)[0].tolist() == [[1, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_of_logits_that_are_no_numbers_are_none(wrong: float, rule: RoutingRule) -> None:
+    """But the experts exist, and other rows are as without this one. The sigmoid of infinity is 1."""
+    logits = torch.randn(3, 8)
+    logits[1, 5] = wrong
+    ids, weights = route(logits, 2, normalize=True, rule=rule)
+    assert ids.ge(0).all() and ids.lt(8).all()
+    assert weights[1].isnan().all() or (rule.sigmoid and wrong == float("inf"))
+    assert torch.equal(route(logits[::2], 2, normalize=True, rule=rule)[1], weights[::2])
+
+
+def test_a_given_expert_that_does_not_exist_is_refused() -> None:
+    with pytest.raises((IndexError, RuntimeError)):
+        route(torch.randn(2, 5), 2, normalize=True, given=torch.tensor([[0, 5], [-1, -1]]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -239,15 +303,7 @@ def test_given_experts_have_the_weights_that_the_router_gives_them(
     actual_ids, actual = route(logits, 3, normalize, given=given)
     assert torch.equal(actual_ids[10:30], ids[10:30]) and torch.equal(actual[10:30], weights[10:30])
     assert torch.equal(actual_ids[:10], given[:10]) and torch.equal(actual_ids[30:], given[30:])
-    exact = logits.double().softmax(-1).gather(1, actual_ids)
-    if normalize:
-        exact = exact / exact.sum(-1, keepdim=True)
-    # In float32 an exponential has the relative error of its argument's rounding, up to 2^-24 times 20; ten
-    # additions and two divisions follow, all of numerator and denominator. At last one rounding to the dtype,
-    # by half a unit, or half of the least number.
-    dtype_info = torch.finfo(dtype)
-    rounding, least = dtype_info.eps / 2, dtype_info.tiny * dtype_info.eps / 2
-    assert ((actual.double() - exact).abs() <= exact * (rounding + 64 * 2**-24) + least).all()
+    assert_weights(actual, logits, actual_ids, normalize=normalize)
 
 
 def test_given_experts_whose_scores_are_all_zero() -> None:
