@@ -260,7 +260,7 @@ def test_compiled_rules_are_those_of_torch(rule: RoutingRule, *, corrected: bool
     # Weights are sums and quotients of the same scores, which differ by the roundings of `assert_weights`.
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=128 * 2**-24, atol=0)
-    alone = [route(row, 6, normalize=True, rule=rule, correction=correction)[1] for row in logits.split(1)]
+    alone = [route(row[None], 6, normalize=True, rule=rule, correction=correction)[1] for row in logits]
     assert torch.equal(torch.cat(alone), weights)
 
 
