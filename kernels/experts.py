@@ -85,13 +85,14 @@ def route(
         raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
     if given is not None:
         check_tensor("given", given, (len(logits), k), (torch.int64,))
+    if correction is not None:
+        check_tensor("correction", correction, (logits.shape[1],), (torch.float32,))
     if logits.is_cuda:
         from kernels.cuda import routing as cuda
 
         return cuda.route(logits, k, normalize, dtype or logits.dtype, given, rule, correction)
     if can_run(logits):
-        compiled = routing.compiled_rule(rule, logits.shape[1], k, normalize, correction)
-        expert_ids, weights = routing.route(logits, compiled, given)
+        expert_ids, weights = routing.route(logits, k, normalize, given, rule, correction)
         return expert_ids, weights.to(dtype or logits.dtype)
     return route_reference(logits, k, normalize, dtype or logits.dtype, given, rule, correction)
 

@@ -31,7 +31,7 @@ inline void choose_best(const float* values, int64_t n, int64_t k, int64_t* chos
   }
 }
 
-// exp(x) / sum(exp(x)), each rounded once; NaN if one is NaN, or the largest is infinite.
+// exp(x) / sum(exp(x)), each rounded once; NaN if one is NaN, or the largest is infinite. weights: scratch, filled up to fours.
 inline void softmax(float* values, int64_t n, double* weights) {
   float best = -std::numeric_limits<float>::infinity();
   bool defined = true;
@@ -43,9 +43,10 @@ inline void softmax(float* values, int64_t n, double* weights) {
     std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
     return;
   }
+  const Softmax by_weight(best, 1.0);
   Doubles sum{};
   for (int64_t i = 0; i < n; i += kDoubleLanes) {
-    const Doubles some = exponential(__builtin_convertvector(load_four(values + i, n - i), Doubles) - best);
+    const Doubles some = by_weight.weights(load_four(values + i, n - i));
     std::memcpy(weights + i, &some, sizeof(some));
     sum += some;
   }
@@ -57,7 +58,7 @@ inline void softmax(float* values, int64_t n, double* weights) {
 class Router {
  public:
   explicit Router(const RoutingRule& rule)
-      : rule_(rule), scores_(rule.experts), chosen_by_(rule.experts), weights_(rule.experts + rule.choices + kDoubleLanes),
+      : rule_(rule), scores_(rule.experts), chosen_by_(rule.experts), weights_(rule.experts + kDoubleLanes),
         groups_(rule.groups), worth_(rule.groups), logits_(rule.choices) {}
 
   // Writes the experts [k] of a token and their weights [k]. given: experts that are chosen whatever their scores, or null.

@@ -12,7 +12,7 @@ from kernels.cpu.library import doubles, integers, pointers
 from kernels.routing_rule import RoutingRule
 
 
-class CompiledRule(ctypes.Structure):
+class _Rule(ctypes.Structure):
     """RoutingRule of routing.h: the fields must agree."""
 
     _fields_ = (
@@ -28,30 +28,24 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *pointers("logits given ids weights"),
         *integers("tokens threads"),
-        ("rule", CompiledRule),
-    )
-
-
-def compiled_rule(
-    rule: RoutingRule, experts: int, k: int, normalize: bool, correction: torch.Tensor | None
-) -> CompiledRule:
-    """The arguments of `kernels.experts.route` that are the same in every step. Refers to `correction`."""
-    return CompiledRule(
-        None if correction is None else correction.data_ptr(),
-        *(experts, k, normalize, rule.sigmoid, rule.groups, rule.best_groups),
-        *(rule.scale, rule.eps),
+        ("rule", _Rule),
     )
 
 
 def route(
-    logits: torch.Tensor, rule: CompiledRule, given: torch.Tensor | None
+    logits: torch.Tensor,
+    k: int,
+    normalize: bool,
+    given: torch.Tensor | None,
+    rule: RoutingRule,
+    correction: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.experts.route`, which checks the arguments. The weights are float32.
 
     Raises:
         IndexError: A given expert does not exist.
     """
-    tokens, k = len(logits), rule.choices
+    tokens, experts = logits.shape
     ids, weights = torch.empty(tokens, k, dtype=torch.int64), torch.empty(tokens, k, dtype=torch.float32)
     logits = logits.contiguous()
     given = None if given is None else given.contiguous()
@@ -62,9 +56,13 @@ def route(
         weights.data_ptr(),
         tokens,
         torch.get_num_threads(),
-        rule,
+        _Rule(
+            None if correction is None else correction.data_ptr(),
+            *(experts, k, normalize, rule.sigmoid, rule.groups, rule.best_groups),
+            *(rule.scale, rule.eps),
+        ),
     )
     run = library.function(f"quire_route_{SUFFIXES[logits.dtype]}", (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
-        raise IndexError(f"given: experts must be from 0 to {rule.experts - 1}")
+        raise IndexError(f"given: experts must be from 0 to {experts - 1}")
     return ids, weights

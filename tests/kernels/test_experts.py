@@ -340,3 +340,6 @@ def test_wrong_arguments_are_named() -> None:
             route(torch.randn(2, 5), k, normalize=True)
     with pytest.raises(ValueError, match="given"):
         route(torch.randn(2, 5), 2, normalize=True, given=torch.zeros(2, 3, dtype=torch.int64))
+    for correction in (torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)):
+        with pytest.raises((ValueError, TypeError), match="correction"):
+            route(torch.randn(2, 5), 2, normalize=True, correction=correction)
