@@ -47,6 +47,8 @@ _MAX_NAMES_BYTES = 1 << 20
 _WEIGHTS = ("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 _MAX_COPY_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
+# Of sentence-transformers: what makes an embedding of hidden states.
+_MODULES = "[0-9]_*/config.json"
 # Workers name the model by the last parts of its path, up to three in the hub's cache. So its name stays.
 _NAMING_PARTS = 3
 
@@ -215,7 +217,7 @@ def _copy_settings(served: Path, directory: Path) -> int:
     if not (served / "config.json").is_file():
         raise LoadFailed("the files of the served model cannot be read")
     make_private(directory)
-    for file in (*served.iterdir(), *(served / _TEMPLATES).glob("*")):
+    for file in (*served.iterdir(), *(served / _TEMPLATES).glob("*"), *served.glob(_MODULES)):
         is_weights = any(fnmatch.fnmatch(file.name, pattern) for pattern in _WEIGHTS)
         if not is_weights and file.is_file() and file.stat().st_size <= _MAX_COPY_BYTES:
             copy = directory / file.relative_to(served)

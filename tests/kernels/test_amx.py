@@ -25,6 +25,7 @@ GROUP = 32
 SOURCES = (
     *("experts.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp", "grouped_product.cpp"),
     *("dequantised_product.cpp", "float8_product.cpp", "gated_activation.cpp", "lora.cpp", "threads.cpp"),
+    "routing.cpp",
 )
 
 

@@ -87,6 +87,8 @@ async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model:
     (model / "tokenizer.json").symlink_to(blob)
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tools.jinja").write_text("template")
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text("pooling")
     (model / "checkpoints").mkdir()
     (model / "checkpoints" / "step.txt").touch()
     for name in ("model-1.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
@@ -105,6 +107,7 @@ async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model:
         "config.json": "{}",
         "tokenizer.json": "tokenizer",
         "additional_chat_templates/tools.jinja": "template",
+        "1_Pooling/config.json": "pooling",
     }
     assert directory.parts[-3:] == model.parts[-3:], "workers name a model of the hub by these"
     assert not any(path.is_symlink() for path in directory.rglob("*"))

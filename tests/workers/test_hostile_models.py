@@ -199,7 +199,8 @@ def test_weights_that_change_while_they_are_loaded_are_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "generation_config.json", "special_tokens_map.json"]
+    "name",
+    ["config.json", "tokenizer.json", "generation_config.json", "special_tokens_map.json", "modules.json"],
 )
 def test_settings_that_change_while_a_model_is_loaded_are_refused(tmp_path: Path, name: str) -> None:
     make_family_model(tmp_path, *settings_of("llama"))

@@ -29,9 +29,12 @@ MAX_JSON_VALUES = 1_000_000
 _SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
+    "modules.json",
 )  # fmt: skip
 
 _ITSELF, _GGUF = "", "*.gguf"
+# The directories of what modules.json names.
+_MODULES = "[0-9]_*"
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAFETENSORS = "*.safetensors*"  # weights, or their index
@@ -132,7 +135,7 @@ def _settings_names(directory: Path) -> tuple[str, ...]:
         names = os.listdir(directory)  # noqa: PTH208 - only the names are needed
     except OSError:
         names = []
-    return (*_SETTINGS, *fnmatch.filter(names, _GGUF))
+    return (*_SETTINGS, *fnmatch.filter(names, _GGUF), *fnmatch.filter(names, _MODULES))
 
 
 def read_file(file: Path, max_bytes: int) -> bytes:
