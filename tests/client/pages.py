@@ -58,18 +58,23 @@ def run(*command: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def run_python(script: Path, *arguments: str) -> str:
-    """What a Python program prints, in this process, which has imported most of what it imports."""
+def run_python(script: Path, *arguments: str, **names: object) -> str:
+    """What a Python program prints, in this process, which has imported most of what it imports.
+
+    `names` are global in it.
+    """
     printed = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(printed),
         warnings.catch_warnings(),
     ):
-        # As in a program.
+        # As in a program: what it imports may warn. Nothing is said of resources, as garbage of earlier tests
+        # may be found here, their caches too.
         warnings.simplefilter("default")
+        warnings.simplefilter("ignore", ResourceWarning)
         patch.setattr(sys, "argv", [str(script), *arguments])
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(str(script), names, run_name="__main__")
     return printed.getvalue()
 
 

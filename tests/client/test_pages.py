@@ -8,15 +8,11 @@ shipped one with a chat template.
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
-import os
 import re
 import runpy
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tomllib
 from collections import defaultdict
@@ -31,6 +27,7 @@ from quire.v1 import executor_pb2, runner_pb2
 from benchmarks import checkout
 from service.config import all_settings
 from tests.client.pages import PAGES, Block, blocks, install_command, run, run_python, run_script
+from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.grpcurl import GRPCURL, needs_grpcurl
 from tests.ports import free_address
@@ -254,28 +251,28 @@ def test_loops_in_python(served: Served, tmp_path: Path) -> None:
 
 def test_what_dies_is_found_again(tmp_path: Path) -> None:
     """It kills a worker, then the server, and goes on with the same cache."""
-    script = tmp_path / "copied.py"
-    # The real command, not a forked one: the script kills it, and expects that nothing answers afterwards.
-    quire = repr(str(Path(sys.executable).with_name("quire")))
-    script.write_text(
-        DEATH.text.replace('".venv/bin/quire"', quire).replace("127.0.0.1:50052", free_address())
-    )
     # Nothing of it in the home of whoever runs it.
-    ours = checkout.environment(checkout.ROOT) | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    # Not pipes, which its server would keep open if it failed.
-    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        process = subprocess.Popen(
-            (sys.executable, str(script)),
-            stdout=out, stderr=err, env=ours, cwd=tmp_path, start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = process.wait(240)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    errors = (tmp_path / "err").read_text()
-    assert status == 0, errors
-    assert (tmp_path / "out").read_text().strip() == "46 8", errors
+    env = checkout.environment(checkout.ROOT) | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    servers: list[Forked] = []
+
+    def serve(command: list[str]) -> Forked:
+        # In place of a Popen, and not the client of a fork, after whose death a server may answer for a moment.
+        forked = ("-m", "tests.forks", fork_server(*WORKERS), *command[1:], "--no-self-check")
+        started = Forked(
+            fork_server(*GATEWAYS), [sys.executable, *forked], env=env, cwd=str(tmp_path), files=(0, 1, 2)
+        )
+        servers.append(started)
+        return started
+
+    script = tmp_path / "copied.py"
+    script.write_text(
+        DEATH.text.replace("subprocess.Popen", "serve").replace("127.0.0.1:50052", free_address())
+    )
+    try:
+        assert run_python(script, serve=serve) == "46 8\n"
+    finally:
+        for server in servers:
+            server.kill()
 
 
 def test_whole_texts_in_python(served: Served, tmp_path: Path) -> None:
