@@ -256,7 +256,7 @@ def test_what_dies_is_found_again(tmp_path: Path) -> None:
     servers: list[Forked] = []
 
     def serve(command: list[str]) -> Forked:
-        # In place of a Popen, and not the client of a fork, after whose death a server may answer for a moment.
+        # In place of a Popen. Not by a client: after the death of one its server may answer for a moment.
         forked = ("-m", "tests.forks", fork_server(*WORKERS), *command[1:], "--no-self-check")
         started = Forked(
             fork_server(*GATEWAYS), [sys.executable, *forked], env=env, cwd=str(tmp_path), files=(0, 1, 2)

@@ -2,9 +2,9 @@
 
 For each call of a function in a kernel, `tl.sum` for one, it looks through all attributes of Triton's
 language for those that it has to replace, and finds that it has done so: two fifths of the time of these
-tests. For each operation it makes a dictionary of all types. For each value it makes its shape anew, an object
-for each size and one for the type of that. And for each sum, difference and product of integers it computes
-whether that overflows, but uses that in debug mode only.
+tests. For each operation it makes a dictionary of all types. For each value it makes its shape anew, with an
+object for each size. And for each sum, difference and product of integers it computes whether that overflows,
+but uses that in debug mode only.
 """
 
 from __future__ import annotations
