@@ -66,8 +66,10 @@ def run_python(script: Path, *arguments: str) -> str:
         contextlib.redirect_stdout(printed),
         warnings.catch_warnings(),
     ):
-        # As in a program.
+        # As in a program. Nothing is said of resources: garbage of earlier tests may be found here, their
+        # caches too.
         warnings.simplefilter("default")
+        warnings.simplefilter("ignore", ResourceWarning)
         patch.setattr(sys, "argv", [str(script), *arguments])
         runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue()

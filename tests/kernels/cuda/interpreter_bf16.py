@@ -41,7 +41,7 @@ def to_bits(values: Array) -> Array:
 
 def is_bf16(handle: Any) -> bool:
     """Whether a handle holds bfloat16 values; not those that hold the result of comparing them."""
-    return bool(handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16)
+    return bool(handle.data.dtype == np.uint16 and handle.dtype.scalar == tl.bfloat16)
 
 
 def widened(handle: Any) -> Any:

@@ -2,8 +2,9 @@
 
 For each call of a function in a kernel, `tl.sum` for one, it looks through all attributes of Triton's
 language for those that it has to replace, and finds that it has done so: two fifths of the time of these
-tests. For each operation it makes a dictionary of all types. And for each sum, difference and product of
-integers it computes whether that overflows, but uses that in debug mode only.
+tests. For each operation it makes a dictionary of all types. For each value it makes its shape anew, with an
+object for each size. And for each sum, difference and product of integers it computes whether that overflows,
+but uses that in debug mode only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -61,12 +63,53 @@ def _by_name(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return known_type
 
 
+def _share_shapes() -> None:
+    """Values of one shape have one object for it, which nobody changes."""
+    block, value = tl.core.block_type, tl.core.tensor
+    init_block, init_value = block.__init__, value.__init__
+    of_blocks: dict[tuple[str, tuple[int, ...]], tuple[Any, int, str]] = {}
+    of_values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def block_of(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        known = of_blocks.get((element_ty.name, sizes))
+        if known is None:
+            init_block(self, element_ty, shape)
+            of_blocks[element_ty.name, sizes] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = known
+
+    def value_of(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - as Triton names it
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        known = of_values.get(sizes)
+        if known is None:
+            init_value(self, handle, type)
+            of_values[sizes] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+
+    block.__init__, value.__init__ = block_of, value_of
+
+
+def _as_they_are(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Of `broadcast_impl_value`: two values of one shape."""
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    return broadcast_others
+
+
 def install() -> None:
     """Patch the interpreter of this process, once."""
     if getattr(interpreter, "is_fast", False):
         return
     interpreter._patch_lang = _replaced_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    _share_shapes()
+    TritonSemantic.broadcast_impl_value = _as_they_are(TritonSemantic.broadcast_impl_value)
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "it looks at overflows"
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
