@@ -16,7 +16,8 @@ enum Extra { kNothing, kZeros, kMinima };
 
 inline Extra extra_of(const GroupFormat& format) { return format.minima ? kMinima : format.zeros ? kZeros : kNothing; }
 
-// Scales of the groups of a chunk, or of their halves, in float32, and what else they have: minima, or minus zero points.
+// Scales of the groups of a chunk, or of their halves, in float32, and what else they have, if anything: minima, or minus zero
+// points.
 struct Factors {
   alignas(64) float scales[2 * kChunkGroups][kBlockOutputs];
   alignas(64) float extras[2 * kChunkGroups][kBlockOutputs];
@@ -62,39 +63,56 @@ inline Part scales_at(const GroupFormat& format, const uint8_t* from) {
   return format.scale_kind == GroupFormat::kFloat32 ? load<Part>(from) : floats_of_bfloat16(from);
 }
 
-// Of a chunk of so many groups, for the outputs of a vector from one on. All products are exact.
-inline void find_factors_of_part(const GroupFormat& format, const uint8_t* chunk, int64_t groups, int64_t output, Factors& to) {
-  const int64_t scales = format.num_scales(groups), halves = format.halves(), each = format.scale_bytes() * kBlockOutputs;
-  const uint8_t* minima = chunk + scales * each;
+enum Subscales { kNoSubscales, kSubscales, kPackedSubscales };
+
+// `find_factors` for formats that have these. Conditions on a format in the loops take as long as the products of one row.
+template <Extra kExtra, Subscales kSub>
+void find_factors_with(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
+  const int64_t scales = format.num_scales(groups), bytes = format.scale_bytes();
+  const uint8_t* minima = chunk + scales * bytes * kBlockOutputs;
   const uint8_t* zeros = minima + scales * format.minima * 2 * kBlockOutputs;
   const uint8_t* subscales = zeros + scales * format.zeros * kBlockOutputs;
   const uint8_t* subminima = subscales + groups * format.subscales * kBlockOutputs;
-  const auto bytes = [&](const uint8_t* all, int64_t i) { return load<PartBytes>(all + i * kBlockOutputs + output); };
-  for (int64_t s = 0; s < scales; s++) {
-    const int64_t begin = s * format.span * halves, end = std::min(groups, (s + 1) * format.span) * halves;
-    const Part scale = scales_at(format, chunk + s * each + output * format.scale_bytes());
-    Part extra{};
-    if (format.minima) extra = floats_of_float16(minima + (s * kBlockOutputs + output) * 2);
-    if (format.zeros) extra = -floats_of_bytes(bytes(zeros, s));
-    for (int64_t i = begin; i < end; i++) {
-      Part own = scale, beside = extra;
-      if (format.packs_subscales) {
-        const PartBytes both = bytes(subscales, i);
-        own *= floats_of_bytes(both & 15);
-        beside *= -floats_of_bytes(both >> 4);
-      } else if (format.subscales) {
-        own *= floats_of_bytes(bytes(subscales, i));
-        if (format.minima) beside *= -floats_of_bytes(bytes(subminima, i));
-      }
-      std::memcpy(to.scales[i] + output, &own, sizeof(own));
-      std::memcpy(to.extras[i] + output, &beside, sizeof(beside));
-    }
+  const auto put = [](float* to, Part part) { std::memcpy(to, &part, sizeof(part)); };
+  for (int64_t i = 0; i < scales * kBlockOutputs; i += kPartLanes) {
+    put(to.scales[0] + i, scales_at(format, chunk + i * bytes));
+    if (kExtra == kMinima) put(to.extras[0] + i, floats_of_float16(minima + 2 * i));
+    if (kExtra == kZeros) put(to.extras[0] + i, -floats_of_bytes(load<PartBytes>(zeros + i)));
   }
+  const int64_t each = format.span * format.halves();
+  if (kSub == kNoSubscales && each == 1) return;
+  // From the last on: the first have the scales.
+  for (int64_t output = 0; output < kBlockOutputs; output += kPartLanes)
+    for (int64_t s = scales - 1; s >= 0; s--) {
+      const Part scale = load<Part>(to.scales[s] + output);
+      const Part extra = kExtra == kNothing ? Part{} : load<Part>(to.extras[s] + output);
+      for (int64_t i = std::min(groups * format.halves(), (s + 1) * each) - 1; i >= s * each; i--) {
+        const int64_t at = i * kBlockOutputs + output;
+        Part own = scale, beside = extra;
+        if (kSub == kPackedSubscales) {
+          const PartBytes both = load<PartBytes>(subscales + at);
+          own *= floats_of_bytes(both & 15);
+          beside *= -floats_of_bytes(both >> 4);
+        }
+        if (kSub == kSubscales) {
+          own *= floats_of_bytes(load<PartBytes>(subscales + at));
+          if (kExtra == kMinima) beside *= -floats_of_bytes(load<PartBytes>(subminima + at));
+        }
+        put(to.scales[0] + at, own);
+        if (kExtra != kNothing) put(to.extras[0] + at, beside);
+      }
+    }
 }
 
+// Of a chunk of so many groups. All products are exact.
 inline void find_factors(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
-  for (int64_t output = 0; output < kBlockOutputs; output += kPartLanes)
-    find_factors_of_part(format, chunk, groups, output, to);
+  const Extra extra = extra_of(format);
+  if (format.packs_subscales) return find_factors_with<kMinima, kPackedSubscales>(format, chunk, groups, to);
+  if (format.subscales && extra == kMinima) return find_factors_with<kMinima, kSubscales>(format, chunk, groups, to);
+  if (format.subscales) return find_factors_with<kNothing, kSubscales>(format, chunk, groups, to);
+  if (extra == kMinima) return find_factors_with<kMinima, kNoSubscales>(format, chunk, groups, to);
+  if (extra == kZeros) return find_factors_with<kZeros, kNoSubscales>(format, chunk, groups, to);
+  find_factors_with<kNothing, kNoSubscales>(format, chunk, groups, to);
 }
 
 // The values of four inputs and of as many outputs as a part has, a byte each, which are shifted in pairs.
