@@ -123,9 +123,9 @@ class CallerLimits:
 
     def _shares_of(self, greedy: dict[int, int], free: int) -> dict[int, int]:
         # A caller without a request counts for some steps: its next one would arrive during a full step.
-        others = max(
-            sum(cost for caller, cost in step.items() if caller not in greedy) for step in self._undemanding
-        )
+        steps = filter(None, self._undemanding)
+        wanted = (sum(cost for caller, cost in step.items() if caller not in greedy) for step in steps)
+        others = max(wanted, default=0)
         shares = {}
         for cost, caller in sorted((cost, caller) for caller, cost in greedy.items()):
             share = max(free, others) if others else cost
