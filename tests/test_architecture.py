@@ -32,7 +32,7 @@ WORKER_LAYERS = (
     {"process", "convert", "weight_receiver"},
     {"server", "wire"},
     {"step_loop"},
-    {"other_commands", "drawing", "answers"},
+    {"other_commands", "answers"},
     {
         "scheduler",
         "service_class",

@@ -11,7 +11,6 @@ from workers.adoption import keep_confirmed, report_sequences
 from workers.answers import Answers
 from workers.coalescing import CoalescingWindow
 from workers.drafting import Drafts
-from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
@@ -60,7 +59,6 @@ class OtherCommands:
         prelauncher: Prelauncher,
         window: CoalescingWindow,
         answers: Answers,
-        drawing: Drawing,
         adapters: AdapterTable[Any] | None,
         replacement: WeightsReplacement[Any] | None,
         kv_disk: KvDisk | None,
@@ -68,7 +66,7 @@ class OtherCommands:
     ) -> None:
         """Take the parts of a step loop, which has those that are not None."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
-        self._window, self._answers, self._drawing = window, answers, drawing
+        self._window, self._answers = window, answers
         self._adapters, self._replacement, self._kv_disk = adapters, replacement, kv_disk
         of_drafts = () if drafting is None else drafting.tables
         self.integrity_checks = IntegrityChecks([engine.kv_table, *of_drafts])
@@ -129,7 +127,7 @@ class OtherCommands:
         if forward is not None and forward.has_begun:
             self._engine.roll_back(forward)
         self._drop_waiting(lambda waiting: waiting.op_id == op_id)
-        self._drawing.drop(op_id)
+        self._answers.drop_drawing(op_id)
 
     def _drop_waiting(self, unwanted: Callable[[Forward], bool]) -> None:
         """Drops forwards that wait for their adapter, or for pages from disk."""
@@ -143,7 +141,7 @@ class OtherCommands:
         self._prelauncher.drop_all()
         for forward in self._scheduler.clear():
             self._engine.roll_back(forward)
-        self._drawing.drop()
+        self._answers.drop_drawing()
         self._answers.answered.clear()
         self._window.clear()
         self._drop_waiting(lambda _: True)

@@ -24,7 +24,6 @@ from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
 from workers.decodes import ADAPTER, COMPUTE_NS, NO_DECODES, PRELAUNCH, Decodes
 from workers.drafting import Drafts
-from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
@@ -77,17 +76,16 @@ class StepLoop:
         replace its weights, stores no KV, drafts nothing. The rest: see `Prelauncher`.
         """
         self._engine, self._scheduler, self._adapters = engine, scheduler, adapters
-        self._kv_disk, self._drafting = kv_disk, drafting
+        self._kv_disk = kv_disk
         self._inbox: Inbox[_Arrived] = Inbox()
         self._is_stopping = False
         self._window = CoalescingWindow()
         # When the running step has begun.
         self._began_ns = 0
         self._prelauncher = Prelauncher(
-            engine, scheduler, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
+            engine, scheduler, adapters, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
         )
-        self._answers = Answers(engine, scheduler, self._prelauncher, adapters, emit)
-        self._drawing = Drawing(engine, self._answers)
+        self._answers = Answers(engine, scheduler, self._prelauncher, drafting, emit)
         self._in_flight = StepsInFlight(
             engine,
             scheduler,
@@ -102,7 +100,6 @@ class StepLoop:
             self._prelauncher,
             self._window,
             self._answers,
-            self._drawing,
             adapters,
             replacement,
             kv_disk,
@@ -140,7 +137,7 @@ class StepLoop:
         """Forwards in the scheduler, those that wait for an adapter or the disk, and those with samples."""
         waiting = sum([len(some) for some in (self._adapters, self._kv_disk) if some is not None])
         held = len(self._prelauncher.held)
-        return len(self._scheduler) + len(self._drawing.forwards) + waiting + held
+        return len(self._scheduler) + len(self._answers.drawing) + waiting + held
 
     # The loop's thread.
 
@@ -207,13 +204,13 @@ class StepLoop:
         # What may join the next step waits for that.
         is_in_flight = self._in_flight.step is not None
         has_forwards = self._in_flight.has_to_end if is_in_flight else self._scheduler.has_others
-        return bool(has_forwards or self._drawing.forwards or self._integrity_checks.has_work or has_adapters)
+        return bool(has_forwards or self._answers.drawing or self._integrity_checks.has_work or has_adapters)
 
     @property
     def _has_other_work(self) -> bool:
         """Whether there is anything but forwards in the scheduler, or may be soon."""
         adapters = self._adapters
-        if self._drawing.forwards or self._integrity_checks.has_work:
+        if self._answers.drawing or self._integrity_checks.has_work:
             return True
         return adapters is not None and (len(adapters) > 0 or adapters.has_work)
 
@@ -267,8 +264,9 @@ class StepLoop:
             decodes = self._in_flight.consume(decodes)
         if decodes.size and self._prelauncher.expected:
             answers, answered, decodes = self._prelauncher.consume(decodes)
-            if answers:
-                self._answers.ready(answers, answered)
+            self._answers.results += answers
+            if answered.size:
+                self._follow(answered)
         if any(decodes.columns[ADAPTER].tolist()):
             decodes = self._admitted(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
@@ -369,8 +367,8 @@ class StepLoop:
         if chunks or decodes.size:
             self._began_ns = time.monotonic_ns()
             self._run(chunks, decodes)
-        if self._drawing.forwards:
-            self._drawing.advance()
+        if self._answers.drawing:
+            self._answers.draw()
         now_ns = time.monotonic_ns()
         if (chunks or decodes.size) and self._in_flight.step is None:
             self._step_done(chunks)
@@ -419,7 +417,7 @@ class StepLoop:
         """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
         try:
             # Samples are drawn between two steps.
-            may_launch = decodes.size and self._engine.runner.can_launch and not self._drawing.forwards
+            may_launch = decodes.size and self._engine.runner.can_launch and not self._answers.drawing
             if may_launch and self._in_flight.launch(decodes, chunks):
                 return
             done = self._engine.execute(chunks, decodes)
@@ -434,7 +432,10 @@ class StepLoop:
         if decodes.size:
             self._finish_decodes(done)
         if chunks:
-            self._finish_chunks(chunks)
+            plain = self._answers.finish(chunks)
+            if plain:
+                self._complete_decodes(Decodes.done(plain))
+            self._answers.draft(self._began_ns)
 
     def _run_alone(self, chunks: Sequence[Chunk], decodes: Decodes, error: Exception) -> None:
         """Runs each alone, after running all together has failed."""
@@ -449,49 +450,8 @@ class StepLoop:
         for chunk in chunks:
             self._run([chunk])
 
-    def _finish_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Answers the forwards of a step that have run to their end."""
-        plain: list[Forward] = []
-        drafting: list[Forward] = []
-        for chunk in chunks:
-            forward = chunk.forward
-            if forward.failure is not None:
-                self._answers.failed_running(forward, forward.failure)
-            elif not self._scheduler.advance(chunk):
-                continue
-            elif forward.is_plain:
-                plain.append(forward)
-            elif forward.sample_seeds:
-                self._drawing.forwards.append(forward)
-            else:
-                self._engine.complete(forward)
-                if forward.draft_tokens and self._drafting is not None:
-                    drafting.append(forward)
-                else:
-                    self._answers.forward(forward)
-        if plain:
-            self._complete_decodes(Decodes.done(plain))
-        if drafting and self._drafting is not None:
-            self._draft(drafting, self._drafting)
-
-    def _draft(self, forwards: Sequence[Forward], drafting: Drafts) -> None:
-        """Answers forwards with drafts of what follows. Others wait for these as long as a step at most."""
-        self._answers.flush()
-        now_ns, has_others = time.monotonic_ns(), len(self._answers.answered) or len(self._scheduler)
-        until_ns = 2 * now_ns - self._began_ns if has_others else None
-        try:
-            drafting.draft(forwards, self._engine.kv_table, until_ns)
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            _log.error("tokens could not be drafted", exc_info=error)
-            for forward in forwards:
-                forward.drafts = ()
-        for forward in forwards:
-            self._answers.forward(forward)
-
     def _finish_decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        """Answers the plain decodes of a step that are computed. `launched`: see `Answers.decodes`."""
+        """Answers the plain decodes of a step that are computed. `launched`: see `_follow`."""
         self._scheduler.finish_decodes()
         self._complete_decodes(decodes, launched)
 
@@ -512,7 +472,15 @@ class StepLoop:
             decodes = decodes.take(~prelaunched)
         if decodes.size:
             self._engine.stats.count_decodes(decodes.columns[COMPUTE_NS].tolist())
-            self._answers.decodes(decodes, launched)
+            self._answers.results.append(decodes)
+            self._follow(decodes, launched)
+
+    def _follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
+        """Prelaunches what follows these answers. `launched`: the next ones that run already."""
+        if self._prelauncher.may_follow(wanted=any(decodes.columns[PRELAUNCH].tolist())):
+            self._answers.answered += self._prelauncher.follow(decodes, launched)
+        else:
+            self._answers.answered += decodes.sequences
 
     def flush(self) -> None:
         self._answers.flush()
