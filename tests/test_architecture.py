@@ -35,6 +35,7 @@ WORKER_LAYERS = (
     {"other_commands", "answers"},
     {
         "scheduler",
+        "forward_queues",
         "service_class",
         "caller_limits",
         "coalescing",
@@ -68,6 +69,7 @@ WITHOUT_TORCH = (
     "workers.coalescing",
     "workers.operations",
     "workers.outputs",
+    "workers.forward_queues",
     "workers.scheduler",
     "workers.kv.page_pool",
     "workers.kv.disk_pages",

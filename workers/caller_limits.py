@@ -9,7 +9,7 @@ prompt delays those that decode. There are two limits. Neither applies to a call
 - In steps with decodes of other callers, and shortly after, prompts get about as much time as the decodes.
 
 If reading the weights takes longer than computing, hundreds of decodes cost the others nothing, and no caller
-is limited. Times are given: there is no clock here. Costs are those of `scheduler.cost_of`.
+is limited. Times are given: there is no clock here. Costs are those of `forward_queues.cost_of`.
 """
 
 from __future__ import annotations

@@ -383,7 +383,7 @@ class StepLoop:
         self._answers.answered = []
 
     def _begin(self, forward: Forward) -> bool:
-        """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
+        """Prepares a forward for its first step, and answers it if that fails. See `forward_queues.Begin`."""
         try:
             states = self._engine.kv_table.states
             lacks_state = states is not None and states.room < 1

@@ -23,11 +23,12 @@ import numpy as np
 
 from workers.decodes import NO_DECODES, Decodes
 from workers.executors.engine import Engine, StepInFlight
+from workers.forward_queues import Begin
 from workers.logging import get_logger
 from workers.operations import Chunk
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
-from workers.scheduler import Begin, Scheduler
+from workers.scheduler import Scheduler
 
 _log = get_logger(__name__)
 
