@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 from service.caches.answers import ForwardDone
 from service.caches.ledger import CacheState
 from service.caches.records import CacheCreated, Record
-from service.caches.requests import NORMAL, Append, Handle, Priority, Request, Result
+from service.caches.requests import Append, Handle, Request, Result
 from service.caches.segments import Segment
 from service.caches.states import COMMITTING, WAITING, State
 from service.caches.tenants import Tenant
-from service.caches.worker_load import WorkerLoad
+from service.caches.worker_load import Forward, WorkerLoad
 from service.errors import CacheNotFound, QuireError
 
 # See `CacheEntry.kv_len`.
@@ -49,24 +49,19 @@ Change = Result | QuireError | list[Record]
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class Operation(Forward):
     """A request in the state machine, and all that is known of it until it ends.
 
     It may be computed in several attempts. Each is one forward, which the operation describes while a worker
-    computes it: `base` to `is_suspect`, `priority` to `since_s`.
+    computes it: `base` to `is_suspect`, and the fields of `Forward`.
     """
 
-    ticket: int
     request: Request
     kind: OperationKind[Any]
     # Its caches. Only a fork can have several; `entry` is the first.
     entry: CacheEntry
     entries: Sequence[CacheEntry]
-    # For fair queueing in the worker.
-    caller: int
     submitted_s: float
-    # None: no deadline.
-    deadline_s: float | None = None
     # Reserved in the journal until it ends.
     size_bytes: int = 0
     # The request, if it is an append. Nothing is computed for others.
@@ -115,14 +110,6 @@ class Operation:
     # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
     done: ForwardDone | None = None
     error: QuireError | None = None
-
-    # Written by worker_load.py: how the forward counts there. Its own cost, and that up to and including it,
-    # in tokens and rows; and when it was sent.
-    priority: Priority = NORMAL
-    is_long: bool = False
-    cost: int = 0
-    total: int = 0
-    since_s: float = 0.0
 
     # Written by append.py: with which weights it was computed.
     weights: int = 0
