@@ -97,12 +97,9 @@ class Operation(Forward):
     first_segment: Segment | None = None
     # Workers died while they computed this cache. Other such caches wait for its end.
     is_suspect: bool = False
-    # Why it is parked, while it is. With `Need.PAGES`: how many pages it needs, and how many were free.
-    need: Need | None = None
+    # Of the last worker that had too few: how many pages it needs, and how many were free.
     pages_needed: int = 0
     pages_available: int = 0
-    # Until it begins again: an older operation, for which the KV of its cache was dropped.
-    preempted_for: Operation | None = None
     # Failed attempts that are retried.
     failures: int = 0
     # Computed again because the KV was not on the worker.
@@ -110,6 +107,11 @@ class Operation(Forward):
     # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
     done: ForwardDone | None = None
     error: QuireError | None = None
+
+    # Written by parked.py. Why it is parked, while it is. Until it begins again: an older operation, for
+    # which the KV of its cache was dropped.
+    need: Need | None = None
+    preempted_for: Operation | None = None
 
     # Written by append.py: with which weights it was computed.
     weights: int = 0
