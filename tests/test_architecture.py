@@ -32,7 +32,7 @@ WORKER_LAYERS = (
     {"process", "convert", "weight_receiver"},
     {"server", "wire", "forward_options"},
     {"step_loop"},
-    {"other_commands", "answers"},
+    {"other_commands", "answers", "waiting_forwards"},
     {
         "scheduler",
         "forward_queues",

@@ -33,11 +33,12 @@ from workers.kv.page_pool import OutOfPages
 from workers.kv_disk import KvDisk
 from workers.logging import get_logger
 from workers.operations import Chunk, Command, Failed, FailureReason, Forward
-from workers.other_commands import Internal, OtherCommands, required
+from workers.other_commands import Internal, OtherCommands
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
 from workers.steps_in_flight import StepsInFlight
+from workers.waiting_forwards import WaitingForwards
 
 _log = get_logger(__name__)
 
@@ -86,6 +87,7 @@ class StepLoop:
             engine, scheduler, adapters, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
         )
         self._answers = Answers(engine, scheduler, self._prelauncher, drafting, emit)
+        self._waiting = WaitingForwards(scheduler, self._answers, adapters, kv_disk)
         self._in_flight = StepsInFlight(
             engine,
             scheduler,
@@ -100,6 +102,7 @@ class StepLoop:
             self._prelauncher,
             self._window,
             self._answers,
+            self._waiting,
             adapters,
             replacement,
             kv_disk,
@@ -135,9 +138,8 @@ class StepLoop:
     @property
     def operations_in_flight(self) -> int:
         """Forwards in the scheduler, those that wait for an adapter or the disk, and those with samples."""
-        waiting = sum([len(some) for some in (self._adapters, self._kv_disk) if some is not None])
         held = len(self._prelauncher.held)
-        return len(self._scheduler) + len(self._answers.drawing) + waiting + held
+        return len(self._scheduler) + len(self._waiting) + len(self._answers.drawing) + held
 
     # The loop's thread.
 
@@ -191,8 +193,7 @@ class StepLoop:
     def _carry_out(self, command: Command | Internal | DiskReport) -> None:
         self._take_now(self._prelauncher.release_held())
         if isinstance(command, DiskReport):
-            assert self._kv_disk is not None, "it reports"
-            self._take_read(self._kv_disk.take(command))
+            self._waiting.was_read(command)
         else:
             self._in_flight.finish()
             self._others.carry_out(command)
@@ -248,7 +249,7 @@ class StepLoop:
         if not self._prelauncher.held.keys().isdisjoint(sequences):
             self._take_now(self._prelauncher.release_held())
         if self._kv_disk is not None:
-            decodes = self._behind_reads(decodes, self._kv_disk)
+            decodes = self._waiting.behind_reads(decodes)
         if self._adapters is not None and any(decodes.columns[ADAPTER].tolist()):
             self._adapters.count_decodes(decodes)
         if self._prelauncher.queued and not self._engine.runner.can_launch:
@@ -268,24 +269,15 @@ class StepLoop:
             if answered.size:
                 self._follow(answered)
         if any(decodes.columns[ADAPTER].tolist()):
-            decodes = self._admitted(decodes)
+            decodes = self._waiting.with_adapters(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
-                self._queue(forward)
+                self._waiting.queue(forward)
 
     def _take_in_turn(self, decodes: Decodes) -> None:
         """One after the other, as what was computed for one of them is not for the next."""
         for index in range(decodes.size):
             self._take_decodes(decodes.in_order(np.array([index])))
-
-    def _behind_reads(self, decodes: Decodes, kv_disk: KvDisk) -> Decodes:
-        """Lets decodes wait behind forwards of their sequences. Returns the others."""
-        if not len(kv_disk):
-            return decodes
-        waits = np.array([kv_disk.has(sequence) for sequence in decodes.sequences], np.bool_)
-        for forward in decodes.take(waits).forwards():
-            kv_disk.admit(forward)
-        return decodes.take(~waits)
 
     def _take_forward(self, forward: Forward) -> None:
         self._take_now(self._prelauncher.release_held())
@@ -293,55 +285,7 @@ class StepLoop:
         if forward.sequence in self._prelauncher.expected:
             # What is prelaunched is a plain decode, and this is none.
             self._prelauncher.drop([forward.sequence])
-        if forward.adapter and self._adapters is not None:
-            self._adapters.count(forward)
-        if self._kv_disk is None or self._kv_disk.admit(forward):
-            self._take_read([forward])
-
-    def _take_read(self, forwards: Sequence[Forward]) -> None:
-        """Queues forwards, whose pages are read, now or when they have their adapters."""
-        for forward in forwards:
-            if self._admit(forward):
-                self._queue(forward)
-
-    def _queue(self, forward: Forward) -> None:
-        try:
-            self._scheduler.add(forward)
-        except Exception as error:
-            self._answers.results.append(failure_of(forward.op_id, error, "a forward could not be queued"))
-
-    def _admit(self, forward: Forward) -> bool:
-        """Whether a forward can run. If not, it waits for its adapter, or has failed."""
-        try:
-            return not forward.adapter or required(self._adapters).admit(forward)
-        except Exception as error:
-            self._answers.results.append(failure_of(forward.op_id, error, "a forward could not be queued"))
-            return False
-
-    def _admitted(self, decodes: Decodes) -> Decodes:
-        """As `_admit`: those that can run, with the slots of their adapters."""
-        adapters = self._adapters
-        can_run = decodes.columns[ADAPTER] == 0 if adapters is None else adapters.assign_slots(decodes)
-        for forward in decodes.take(~can_run).forwards():
-            self._admit(forward)
-        return decodes.take(can_run)
-
-    def _expire_waiting(self, owner: AdapterTable[Any] | KvDisk) -> None:
-        now_ns = time.monotonic_ns()
-        for late in owner.drop(lambda one: one.deadline_ns is not None and one.deadline_ns < now_ns):
-            self._answers.results.append(Failed(late.op_id, FailureReason.TIMEOUT))
-
-    def _advance_adapters(self, adapters: AdapterTable[Any]) -> None:
-        self._expire_waiting(adapters)
-        ready, results = adapters.advance(self._scheduler.adapters)
-        self._answers.results += results
-        for forward in ready:
-            self._scheduler.add(forward)
-
-    def _advance_disk(self, kv_disk: KvDisk) -> None:
-        kv_disk.write_more()
-        self._expire_waiting(kv_disk)
-        self._take_read(kv_disk.give_up_if_stuck())
+        self._waiting.add(forward)
 
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
@@ -351,7 +295,7 @@ class StepLoop:
         for forward in self._scheduler.expire(time.monotonic_ns()):
             self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         if self._kv_disk is not None:
-            self._advance_disk(self._kv_disk)
+            self._waiting.advance_disk(self._kv_disk)
         if self._in_flight.step is not None:
             self._in_flight.advance(self._begin, has_other_work=self._has_other_work)
             self._prelauncher.drop_expired(time.monotonic_ns())
@@ -359,7 +303,7 @@ class StepLoop:
         if self._integrity_checks.has_work:
             self._answers.results += self._integrity_checks.advance()
         if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
-            self._advance_adapters(self._adapters)
+            self._waiting.advance_adapters(self._adapters)
         self._prelauncher.next_step()
         begin_decodes = self._prelauncher.begin if self._prelauncher.queued else self._engine.begin_decodes
         chunks = self._scheduler.next_batch(self._begin, begin_decodes)
