@@ -35,10 +35,6 @@ from workers.operations import Chunk, Forward
 BeginAll = Callable[[Decodes], Mask]
 
 
-def _begin_all(decodes: Decodes) -> Mask:
-    return np.ones(decodes.size, np.bool_)
-
-
 class _WaitingDecodes:
     """Plain decodes that are in no queue of the scheduler, because a step most likely takes all of them.
 
@@ -226,7 +222,7 @@ class Scheduler:
             expired += self._queues.expire(now_ns)
         return expired
 
-    def next_batch(self, begin: Begin, begin_all: BeginAll = _begin_all) -> list[Chunk]:
+    def next_batch(self, begin: Begin, begin_all: BeginAll) -> list[Chunk]:
         """Choose the next step: these chunks, and `running`. Both are empty if none has begun.
 
         Short forwards come first, single tokens, for which a GPU has its own kernel. Otherwise in order of

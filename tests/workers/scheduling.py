@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from operator import attrgetter
 
+import numpy as np
+
+from workers.decodes import Decodes, Mask
 from workers.forward_queues import SHORT_TOKENS
 from workers.operations import Chunk, Forward, Kind, Priority
 from workers.scheduler import Scheduler
@@ -27,6 +30,11 @@ def accept(forward: Forward, reused: int = 0) -> bool:
     return True
 
 
+def accept_all(decodes: Decodes) -> Mask:
+    """The same for plain decodes."""
+    return np.ones(decodes.size, np.bool_)
+
+
 def advance(scheduler: Scheduler, chunk: Chunk) -> bool:
     """Run a chunk, as the engine's `execute` does, and tell the scheduler."""
     chunk.forward.computed += chunk.count
@@ -35,7 +43,7 @@ def advance(scheduler: Scheduler, chunk: Chunk) -> bool:
 
 def run_step(scheduler: Scheduler, begin: Callable[[Forward], bool] = accept) -> list[Chunk]:
     """Run one step whole."""
-    chunks = scheduler.next_batch(begin)
+    chunks = scheduler.next_batch(begin, accept_all)
     for chunk in chunks:
         advance(scheduler, chunk)
     return chunks
@@ -171,7 +179,7 @@ class Callers:
                 Forward(op_id, op_id, 0, tokens, rows=rows, caller=loop.caller, kind=loop.kind)
             )
             self._asked[op_id] = came_ns, loop
-        chunks = self.scheduler.next_batch(accept)
+        chunks = self.scheduler.next_batch(accept, accept_all)
         took_ns = self.base_ns + self.unit_ns * cost(chunks)
         self.now_ns += took_ns
         self.scheduler.record_step(chunks, took_ns)

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from tests.workers import scheduling
-from tests.workers.scheduling import accept, advance, check_invariants
+from tests.workers.scheduling import accept, accept_all, advance, check_invariants
 from workers.forward_queues import SHORT_TOKENS, Capacity, ForwardQueues
 from workers.operations import Chunk, Forward
 from workers.scheduler import Scheduler
@@ -173,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.begun.add(op.op_id)
             return accept(op, self.reusable[op.op_id])
 
-        chunks = self.scheduler.next_batch(begin)
+        chunks = self.scheduler.next_batch(begin, accept_all)
         assert chunks or failures or not self.held
         self.check_chunks(chunks)
         self.check_shares(chunks, short_line, long_line)
@@ -372,7 +372,7 @@ def test_a_step_looks_only_at_what_it_takes() -> None:
         begun.append(op.op_id)
         return accept(op)
 
-    scheduler.next_batch(begin)
+    scheduler.next_batch(begin, accept_all)
     assert len(begun) == 4
 
 
