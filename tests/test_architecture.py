@@ -30,11 +30,12 @@ WORKER_LAYERS = (
     {"__main__"},
     {"pool_member", "follower"},
     {"process", "convert", "weight_receiver"},
-    {"server", "wire"},
+    {"server", "wire", "forward_options"},
     {"step_loop"},
-    {"other_commands", "drawing", "answers"},
+    {"other_commands", "answers", "waiting_forwards"},
     {
         "scheduler",
+        "forward_queues",
         "service_class",
         "caller_limits",
         "coalescing",
@@ -68,6 +69,7 @@ WITHOUT_TORCH = (
     "workers.coalescing",
     "workers.operations",
     "workers.outputs",
+    "workers.forward_queues",
     "workers.scheduler",
     "workers.kv.page_pool",
     "workers.kv.disk_pages",
@@ -221,7 +223,7 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
     assert offenders("workers", ("grpc",), ()) == []
     declared = "quire.v1.sampling_settings"  # plain data
     messages = "workers.common.worker_pb2"
-    users = (*SERVERS, "workers.wire", "workers.common.protocol", messages)
+    users = (*SERVERS, "workers.wire", "workers.forward_options", "workers.common.protocol", messages)
     found = offenders("workers", ("quire", messages), users)
     assert [name for name in found if f"imports {declared}" not in name] == []
 

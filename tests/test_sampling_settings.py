@@ -27,6 +27,7 @@ from service.extensions.providers.dialects.openai import Completions
 from workers import operations, outputs, wire
 from workers.common import worker_pb2
 from workers.device_sampling import limits
+from workers.forward_options import ModelSizes
 
 NAMES = [setting.name for setting in SETTINGS]
 each = pytest.mark.parametrize("setting", SETTINGS, ids=NAMES)
@@ -113,7 +114,7 @@ def test_a_worker_computes_with_it(setting: Setting) -> None:
     forward = worker_pb2.ForwardCommand(
         sequence=1, token_ids=[1], options=options, kind="OPERATION_KIND_DECODE"
     )
-    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=forward), wire.ModelSizes(100))
+    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=forward), ModelSizes(100))
     assert isinstance(command, operations.Forward)
     spec = command.output.sampling
     assert spec is not None and getattr(spec, setting.name) == other_value(setting)

@@ -1,27 +1,41 @@
-"""The results of a step loop: what is answered, and whose next decode is computed before it is requested."""
+"""The results of a step loop, and the end of forwards: their extra samples, their drafts, their answers.
+
+Plain decodes have neither samples nor drafts. The step loop answers those of a step together.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from workers.adapters.table import AdapterTable
-from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
+from workers.decodes import Decodes
+from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.failures import failure_of_running
-from workers.operations import Failed, Forward, Result
+from workers.logging import get_logger
+from workers.operations import Chunk, Failed, Forward, Result
 from workers.prelaunch import Prelauncher, may_be_continued
+from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
+
+_log = get_logger(__name__)
 
 Emit = Callable[[Sequence[Result | Decodes]], None]
 
+# Cost of the samples that are drawn between two steps, as `draw_extra_samples` counts it: a few milliseconds.
+_DRAWN_COST = 1 << 21
+# At most so many forwards draw in turns: each takes several times the memory of its row of logits.
+_MOST_DRAWING = 16
+
 
 class Answers:
-    """Owner of the results that are not emitted yet.
+    """Owner of the results that are not emitted yet, and of forwards that are computed, but not answered.
 
     Attributes:
-        results: These.
+        results: The results.
         answered: Sequences that the running step has answered, whose callers may soon send the next token.
+        drawing: Forwards that have samples left to draw, the next one first.
     """
 
     def __init__(
@@ -29,14 +43,17 @@ class Answers:
         engine: Engine,
         scheduler: Scheduler,
         prelauncher: Prelauncher,
-        adapters: AdapterTable[Any] | None,
+        drafting: Drafts | None,
         emit: Emit,
     ) -> None:
         """`emit` is called by `flush`."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
-        self._adapters, self._emit = adapters, emit
+        self._drafting, self._emit = drafting, emit
         self.results: list[Result | Decodes] = []
         self.answered: list[int] = []
+        self.drawing: deque[Forward] = deque()
+        # Forwards that want drafts.
+        self._to_draft: list[Forward] = []
         # Of which adapters, or the model itself, logits were not finite.
         self._overflowed: set[str] = set()
 
@@ -45,42 +62,88 @@ class Answers:
             results, self.results = self.results, []
             self._emit(results)
 
-    def forward(self, forward: Forward) -> None:
+    def finish(self, chunks: Sequence[Chunk]) -> list[Forward]:
+        """Ends the forwards of a step that have run to their end. Returns those that are plain decodes.
+
+        Those that want drafts are answered by `draft`, and those with extra samples by `draw`.
+        """
+        plain: list[Forward] = []
+        for chunk in chunks:
+            forward = chunk.forward
+            if forward.failure is not None:
+                self.failed_running(forward, forward.failure)
+            elif not self._scheduler.advance(chunk):
+                continue
+            elif forward.is_plain:
+                plain.append(forward)
+            elif forward.sample_seeds:
+                self.drawing.append(forward)
+            else:
+                self._engine.complete(forward)
+                if forward.draft_tokens and self._drafting is not None:
+                    self._to_draft.append(forward)
+                else:
+                    self._answer(forward)
+        return plain
+
+    def draft(self, began_ns: int) -> None:
+        """Answers forwards with drafts of what follows, after a step that has begun at `began_ns`.
+
+        Others wait for these as long as a step at most.
+        """
+        forwards, self._to_draft = self._to_draft, []
+        if not forwards or self._drafting is None:
+            return
+        self.flush()
+        now_ns, has_others = time.monotonic_ns(), len(self.answered) or len(self._scheduler)
+        until_ns = 2 * now_ns - began_ns if has_others else None
+        try:
+            self._drafting.draft(forwards, self._engine.kv_table, until_ns)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            _log.error("tokens could not be drafted", exc_info=error)
+            for forward in forwards:
+                forward.drafts = ()
+        for forward in forwards:
+            self._answer(forward)
+
+    def draw(self) -> None:
+        """Draws some extra samples, one forward after the other. Answers forwards that have all."""
+        left = _DRAWN_COST
+        while self.drawing and left > 0:
+            forward = self.drawing.popleft()
+            try:
+                cost = self._engine.draw(forward)
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                self.failed_running(forward, error)
+                continue
+            left -= cost
+            if cost:
+                # Before the forwards that have not started to draw.
+                self.drawing.insert(_MOST_DRAWING - 1, forward)
+            else:
+                self._engine.complete(forward)
+                self._answer(forward)
+
+    def drop_drawing(self, op_id: int | None = None) -> None:
+        """Rolls back the forward of an operation that draws, or all of them. They get no answer."""
+        for forward in [one for one in self.drawing if op_id in (None, one.op_id)]:
+            self.drawing.remove(forward)
+            self._engine.roll_back(forward)
+
+    def _answer(self, forward: Forward) -> None:
         """Answers a forward that is complete, and prelaunches the next one of its sequence."""
         self.results.append(forward)
         if self._prelauncher.may_follow(wanted=forward.prelaunch > 0):
             if may_be_continued(forward):
-                self._follow(Decodes.done([forward]))
+                self.answered += self._prelauncher.follow(Decodes.done([forward]))
                 return
             self._prelauncher.drop([forward.sequence])
         if not forward.ephemeral:
             self.answered.append(forward.sequence)
-
-    def decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        """As `forward`, for plain decodes. `launched`: the next ones that run already."""
-        self.results.append(decodes)
-        self._go_on(decodes, launched)
-
-    def ready(self, answers: Sequence[Decodes | Forward], decodes: Decodes) -> None:
-        """Tells answers that were prelaunched. Goes on with these decodes: see `Prelauncher.consume`."""
-        self.results += answers
-        if decodes.size:
-            self._go_on(decodes)
-
-    def _go_on(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        if self._prelauncher.may_follow(wanted=any(decodes.columns[PRELAUNCH].tolist())):
-            self._follow(decodes, launched)
-        else:
-            self.answered += decodes.sequences
-
-    def _follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        """Prelaunches what follows, but for those whose adapter has no slot now."""
-        if any(decodes.columns[ADAPTER].tolist()):
-            assert self._adapters is not None, "others were refused"
-            has_slot = self._adapters.assign_slots(decodes)
-            self.answered += decodes.take(~has_slot).sequences
-            decodes = decodes.take(has_slot)
-        self.answered += self._prelauncher.follow(decodes, launched)
 
     def failed(self, forward: Forward, failure: Failed) -> None:
         """Answers a failed forward that has left the scheduler. A prelaunched one gets no answer."""

@@ -9,7 +9,7 @@ prompt delays those that decode. There are two limits. Neither applies to a call
 - In steps with decodes of other callers, and shortly after, prompts get about as much time as the decodes.
 
 If reading the weights takes longer than computing, hundreds of decodes cost the others nothing, and no caller
-is limited. Times are given: there is no clock here. Costs are those of `scheduler.cost_of`.
+is limited. Times are given: there is no clock here. Costs are those of `forward_queues.cost_of`.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ class CallerLimits:
 
     def _shares_of(self, greedy: dict[int, int], free: int) -> dict[int, int]:
         # A caller without a request counts for some steps: its next one would arrive during a full step.
-        others = max(
-            sum(cost for caller, cost in step.items() if caller not in greedy) for step in self._undemanding
-        )
+        steps = filter(None, self._undemanding)
+        wanted = (sum(cost for caller, cost in step.items() if caller not in greedy) for step in steps)
+        others = max(wanted, default=0)
         shares = {}
         for cost, caller in sorted((cost, caller) for caller, cost in greedy.items()):
             share = max(free, others) if others else cost

@@ -12,7 +12,7 @@ queue, is to run alone, or fails (ADR 59).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -185,67 +185,3 @@ class Decodes:
 
 
 NO_DECODES = Decodes(np.zeros((WIDTH, 0), np.int64), ())
-
-
-class WaitingDecodes:
-    """Plain decodes that are in no queue of the scheduler, because a step most likely takes all of them.
-
-    At most one for each sequence.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[Decodes] = []
-        self.sequences: set[int] = set()
-        self.op_ids: set[int] = set()
-        self._earliest_ns = NEVER
-
-    @property
-    def may_be_launched(self) -> bool:
-        return all(part.may_be_launched for part in self._parts)
-
-    def adapters(self) -> set[int]:
-        """Their adapters, and 0 if some have none."""
-        return {adapter for part in self._parts for adapter in part.column(ADAPTER)}
-
-    def add(self, decodes: Decodes, arrivals: int) -> bool:
-        """Add decodes, which are numbered from `arrivals` on.
-
-        False, without an effect: one is there already, or another of its sequence.
-        """
-        op_ids, sequences = set(decodes.column(OP_ID)), set(decodes.sequences)
-        is_new = self.op_ids.isdisjoint(op_ids) and self.sequences.isdisjoint(sequences)
-        if not is_new or len(sequences) < decodes.size or len(op_ids) < decodes.size:
-            return False
-        decodes.columns[ARRIVAL] = np.arange(arrivals, arrivals + decodes.size)
-        self._parts.append(decodes)
-        self._earliest_ns = min(self._earliest_ns, *decodes.column(DEADLINE))
-        self.op_ids |= op_ids
-        self.sequences |= sequences
-        return True
-
-    def take(self) -> Decodes:
-        """Remove and return all."""
-        decodes = Decodes.joined(self._parts) if self._parts else NO_DECODES
-        self._parts, self.sequences, self.op_ids, self._earliest_ns = [], set(), set(), NEVER
-        return decodes
-
-    def remove(self, column: int, values: Collection[int]) -> Decodes:
-        """Remove and return those with these values in a column."""
-        decodes, removed = self.take(), set(values)
-        is_removed = np.array([value in removed for value in decodes.column(column)])
-        self._keep(decodes.take(~is_removed))
-        return decodes.take(is_removed)
-
-    def expire(self, now_ns: int) -> list[Forward]:
-        """Remove and return those whose deadline has passed, earliest deadline first."""
-        if self._earliest_ns >= now_ns:
-            return []
-        decodes = self.take()
-        late = decodes.columns[DEADLINE] < now_ns
-        self._keep(decodes.take(~late))
-        return sorted(decodes.take(late).forwards(), key=lambda one: (one.deadline_ns, one.arrival))
-
-    def _keep(self, decodes: Decodes) -> None:
-        if decodes.size:
-            self._parts, self.sequences = [decodes], set(decodes.sequences)
-            self.op_ids, self._earliest_ns = set(decodes.column(OP_ID)), int(decodes.columns[DEADLINE].min())

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.answers import Answers
 from workers.coalescing import CoalescingWindow
 from workers.drafting import Drafts
-from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
@@ -27,7 +24,6 @@ from workers.operations import (
     Command,
     Done,
     Fork,
-    Forward,
     IntegrityReport,
     Release,
     ReplacementRead,
@@ -38,16 +34,10 @@ from workers.operations import (
 )
 from workers.prelaunch import Prelauncher
 from workers.scheduler import Scheduler
+from workers.waiting_forwards import WaitingForwards, required
 
 # What the worker sends to itself, and the server to the loop.
 Internal = Reset | AdapterRead | ReplacementRead
-
-
-def required(adapters: AdapterTable[Any] | None) -> AdapterTable[Any]:
-    """The adapters of a model. Raises AdapterError if it has none."""
-    if adapters is None:
-        raise AdapterError("this model has no adapters")
-    return adapters
 
 
 class OtherCommands:
@@ -60,7 +50,7 @@ class OtherCommands:
         prelauncher: Prelauncher,
         window: CoalescingWindow,
         answers: Answers,
-        drawing: Drawing,
+        waiting: WaitingForwards,
         adapters: AdapterTable[Any] | None,
         replacement: WeightsReplacement[Any] | None,
         kv_disk: KvDisk | None,
@@ -68,7 +58,7 @@ class OtherCommands:
     ) -> None:
         """Take the parts of a step loop, which has those that are not None."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
-        self._window, self._answers, self._drawing = window, answers, drawing
+        self._window, self._answers, self._waiting = window, answers, waiting
         self._adapters, self._replacement, self._kv_disk = adapters, replacement, kv_disk
         of_drafts = () if drafting is None else drafting.tables
         self.integrity_checks = IntegrityChecks([engine.kv_table, *of_drafts])
@@ -128,25 +118,18 @@ class OtherCommands:
         forward = self._scheduler.remove(op_id)
         if forward is not None and forward.has_begun:
             self._engine.roll_back(forward)
-        self._drop_waiting(lambda waiting: waiting.op_id == op_id)
-        self._drawing.drop(op_id)
-
-    def _drop_waiting(self, unwanted: Callable[[Forward], bool]) -> None:
-        """Drops forwards that wait for their adapter, or for pages from disk."""
-        if self._adapters is not None:
-            self._adapters.drop(unwanted)
-        if self._kv_disk is not None:
-            self._kv_disk.drop(unwanted)
+        self._waiting.drop(lambda waiting: waiting.op_id == op_id)
+        self._answers.drop_drawing(op_id)
 
     def _drop_forwards(self) -> None:
         """Drops all earlier forwards, which get no answer."""
         self._prelauncher.drop_all()
         for forward in self._scheduler.clear():
             self._engine.roll_back(forward)
-        self._drawing.drop()
+        self._answers.drop_drawing()
         self._answers.answered.clear()
         self._window.clear()
-        self._drop_waiting(lambda _: True)
+        self._waiting.drop(lambda _: True)
 
     def _reset(self, command: Reset) -> None:
         self._drop_forwards()

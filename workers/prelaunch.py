@@ -32,10 +32,11 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from workers.adapters.table import AdapterTable
 from workers.decodes import (
     ADAPTER,
     ARRIVAL,
@@ -87,7 +88,13 @@ class Prelauncher:
     """Owner of the prelaunched forwards. Those that are queued are in the scheduler, under their callers."""
 
     def __init__(
-        self, engine: Engine, scheduler: Scheduler, max_seq_tokens: int, *, prelaunch_unrequested: bool
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        adapters: AdapterTable[Any] | None,
+        max_seq_tokens: int,
+        *,
+        prelaunch_unrequested: bool,
     ) -> None:
         """`max_seq_tokens`: no forward beyond it is prelaunched; the gateway checks those that are requested.
 
@@ -95,6 +102,7 @@ class Prelauncher:
         """
         self._engine = engine
         self._scheduler = scheduler
+        self._adapters = adapters
         self._max_seq_tokens = max_seq_tokens
         self.prelaunch_unrequested = prelaunch_unrequested
         self._next_id = -1
@@ -123,10 +131,15 @@ class Prelauncher:
     def follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> Collection[int]:
         """Queue the decodes that are expected after answers. Returns the sequences for which none is queued.
 
+        Those whose adapter has no slot now are not queued.
+
         `launched`: those of `next_decodes`, if they run already.
         """
         sequences = decodes.sequences
         self._forget_expected(sequences)
+        if any(decodes.columns[ADAPTER].tolist()):
+            assert self._adapters is not None, "others were refused"
+            decodes = decodes.take(self._adapters.assign_slots(decodes))
         # Also behind an end, where what runs already is dropped if another token is requested.
         following, is_expected = self._following(decodes), self._followed(decodes)
         is_followed = is_expected & ~_ends(decodes)

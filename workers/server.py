@@ -26,6 +26,7 @@ from workers import wire
 from workers.common import worker_pb2
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import Decodes
+from workers.forward_options import UNKNOWN_SIZES, ModelSizes, UnknownFieldError
 from workers.logging import get_logger
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
@@ -97,7 +98,7 @@ class WorkerServer:
         self._executor: ModelExecutor | None = None
         self._scheduler: Scheduler | None = None
         # Those of the model that `wire.to_command` checks commands against.
-        self._sizes = wire.UNKNOWN_SIZES
+        self._sizes = UNKNOWN_SIZES
         self._step_loop: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
@@ -294,7 +295,7 @@ class WorkerServer:
     def _on_loaded(self, executor: ModelExecutor, scheduler: Scheduler, step_loop: StepLoop) -> None:
         self._executor, self._scheduler, self._step_loop = executor, scheduler, step_loop
         model = executor.info()
-        self._sizes = wire.ModelSizes(
+        self._sizes = ModelSizes(
             model.vocab_size,
             model.num_layers,
             model.moe_layers,
@@ -404,7 +405,7 @@ def _is_ordered(snapshot: worker_pb2.SnapshotCommand) -> bool:
 
 def _refusal(op_id: int, error: Exception) -> worker_pb2.WorkerEvent:
     """The answer to a command that cannot be decoded."""
-    if not isinstance(error, wire.UnknownFieldError):
+    if not isinstance(error, UnknownFieldError):
         return _error_event(op_id, repr(error))
     event = _error_event(op_id, repr(error), worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED)
     event.error.field = error.field

@@ -24,7 +24,6 @@ from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
 from workers.decodes import ADAPTER, COMPUTE_NS, NO_DECODES, PRELAUNCH, Decodes
 from workers.drafting import Drafts
-from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
@@ -34,11 +33,12 @@ from workers.kv.page_pool import OutOfPages
 from workers.kv_disk import KvDisk
 from workers.logging import get_logger
 from workers.operations import Chunk, Command, Failed, FailureReason, Forward
-from workers.other_commands import Internal, OtherCommands, required
+from workers.other_commands import Internal, OtherCommands
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
 from workers.steps_in_flight import StepsInFlight
+from workers.waiting_forwards import WaitingForwards
 
 _log = get_logger(__name__)
 
@@ -77,17 +77,17 @@ class StepLoop:
         replace its weights, stores no KV, drafts nothing. The rest: see `Prelauncher`.
         """
         self._engine, self._scheduler, self._adapters = engine, scheduler, adapters
-        self._kv_disk, self._drafting = kv_disk, drafting
+        self._kv_disk = kv_disk
         self._inbox: Inbox[_Arrived] = Inbox()
         self._is_stopping = False
         self._window = CoalescingWindow()
         # When the running step has begun.
         self._began_ns = 0
         self._prelauncher = Prelauncher(
-            engine, scheduler, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
+            engine, scheduler, adapters, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
         )
-        self._answers = Answers(engine, scheduler, self._prelauncher, adapters, emit)
-        self._drawing = Drawing(engine, self._answers)
+        self._answers = Answers(engine, scheduler, self._prelauncher, drafting, emit)
+        self._waiting = WaitingForwards(scheduler, self._answers, adapters, kv_disk)
         self._in_flight = StepsInFlight(
             engine,
             scheduler,
@@ -102,7 +102,7 @@ class StepLoop:
             self._prelauncher,
             self._window,
             self._answers,
-            self._drawing,
+            self._waiting,
             adapters,
             replacement,
             kv_disk,
@@ -138,9 +138,8 @@ class StepLoop:
     @property
     def operations_in_flight(self) -> int:
         """Forwards in the scheduler, those that wait for an adapter or the disk, and those with samples."""
-        waiting = sum([len(some) for some in (self._adapters, self._kv_disk) if some is not None])
         held = len(self._prelauncher.held)
-        return len(self._scheduler) + len(self._drawing.forwards) + waiting + held
+        return len(self._scheduler) + len(self._waiting) + len(self._answers.drawing) + held
 
     # The loop's thread.
 
@@ -194,8 +193,7 @@ class StepLoop:
     def _carry_out(self, command: Command | Internal | DiskReport) -> None:
         self._take_now(self._prelauncher.release_held())
         if isinstance(command, DiskReport):
-            assert self._kv_disk is not None, "it reports"
-            self._take_read(self._kv_disk.take(command))
+            self._waiting.was_read(command)
         else:
             self._in_flight.finish()
             self._others.carry_out(command)
@@ -207,13 +205,13 @@ class StepLoop:
         # What may join the next step waits for that.
         is_in_flight = self._in_flight.step is not None
         has_forwards = self._in_flight.has_to_end if is_in_flight else self._scheduler.has_others
-        return bool(has_forwards or self._drawing.forwards or self._integrity_checks.has_work or has_adapters)
+        return bool(has_forwards or self._answers.drawing or self._integrity_checks.has_work or has_adapters)
 
     @property
     def _has_other_work(self) -> bool:
         """Whether there is anything but forwards in the scheduler, or may be soon."""
         adapters = self._adapters
-        if self._drawing.forwards or self._integrity_checks.has_work:
+        if self._answers.drawing or self._integrity_checks.has_work:
             return True
         return adapters is not None and (len(adapters) > 0 or adapters.has_work)
 
@@ -251,7 +249,7 @@ class StepLoop:
         if not self._prelauncher.held.keys().isdisjoint(sequences):
             self._take_now(self._prelauncher.release_held())
         if self._kv_disk is not None:
-            decodes = self._behind_reads(decodes, self._kv_disk)
+            decodes = self._waiting.behind_reads(decodes)
         if self._adapters is not None and any(decodes.columns[ADAPTER].tolist()):
             self._adapters.count_decodes(decodes)
         if self._prelauncher.queued and not self._engine.runner.can_launch:
@@ -267,27 +265,19 @@ class StepLoop:
             decodes = self._in_flight.consume(decodes)
         if decodes.size and self._prelauncher.expected:
             answers, answered, decodes = self._prelauncher.consume(decodes)
-            if answers:
-                self._answers.ready(answers, answered)
+            self._answers.results += answers
+            if answered.size:
+                self._follow(answered)
         if any(decodes.columns[ADAPTER].tolist()):
-            decodes = self._admitted(decodes)
+            decodes = self._waiting.with_adapters(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
-                self._queue(forward)
+                self._waiting.queue(forward)
 
     def _take_in_turn(self, decodes: Decodes) -> None:
         """One after the other, as what was computed for one of them is not for the next."""
         for index in range(decodes.size):
             self._take_decodes(decodes.in_order(np.array([index])))
-
-    def _behind_reads(self, decodes: Decodes, kv_disk: KvDisk) -> Decodes:
-        """Lets decodes wait behind forwards of their sequences. Returns the others."""
-        if not len(kv_disk):
-            return decodes
-        waits = np.array([kv_disk.has(sequence) for sequence in decodes.sequences], np.bool_)
-        for forward in decodes.take(waits).forwards():
-            kv_disk.admit(forward)
-        return decodes.take(~waits)
 
     def _take_forward(self, forward: Forward) -> None:
         self._take_now(self._prelauncher.release_held())
@@ -295,55 +285,7 @@ class StepLoop:
         if forward.sequence in self._prelauncher.expected:
             # What is prelaunched is a plain decode, and this is none.
             self._prelauncher.drop([forward.sequence])
-        if forward.adapter and self._adapters is not None:
-            self._adapters.count(forward)
-        if self._kv_disk is None or self._kv_disk.admit(forward):
-            self._take_read([forward])
-
-    def _take_read(self, forwards: Sequence[Forward]) -> None:
-        """Queues forwards, whose pages are read, now or when they have their adapters."""
-        for forward in forwards:
-            if self._admit(forward):
-                self._queue(forward)
-
-    def _queue(self, forward: Forward) -> None:
-        try:
-            self._scheduler.add(forward)
-        except Exception as error:
-            self._answers.results.append(failure_of(forward.op_id, error, "a forward could not be queued"))
-
-    def _admit(self, forward: Forward) -> bool:
-        """Whether a forward can run. If not, it waits for its adapter, or has failed."""
-        try:
-            return not forward.adapter or required(self._adapters).admit(forward)
-        except Exception as error:
-            self._answers.results.append(failure_of(forward.op_id, error, "a forward could not be queued"))
-            return False
-
-    def _admitted(self, decodes: Decodes) -> Decodes:
-        """As `_admit`: those that can run, with the slots of their adapters."""
-        adapters = self._adapters
-        can_run = decodes.columns[ADAPTER] == 0 if adapters is None else adapters.assign_slots(decodes)
-        for forward in decodes.take(~can_run).forwards():
-            self._admit(forward)
-        return decodes.take(can_run)
-
-    def _expire_waiting(self, owner: AdapterTable[Any] | KvDisk) -> None:
-        now_ns = time.monotonic_ns()
-        for late in owner.drop(lambda one: one.deadline_ns is not None and one.deadline_ns < now_ns):
-            self._answers.results.append(Failed(late.op_id, FailureReason.TIMEOUT))
-
-    def _advance_adapters(self, adapters: AdapterTable[Any]) -> None:
-        self._expire_waiting(adapters)
-        ready, results = adapters.advance(self._scheduler.adapters)
-        self._answers.results += results
-        for forward in ready:
-            self._scheduler.add(forward)
-
-    def _advance_disk(self, kv_disk: KvDisk) -> None:
-        kv_disk.write_more()
-        self._expire_waiting(kv_disk)
-        self._take_read(kv_disk.give_up_if_stuck())
+        self._waiting.add(forward)
 
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
@@ -353,7 +295,7 @@ class StepLoop:
         for forward in self._scheduler.expire(time.monotonic_ns()):
             self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         if self._kv_disk is not None:
-            self._advance_disk(self._kv_disk)
+            self._waiting.advance_disk(self._kv_disk)
         if self._in_flight.step is not None:
             self._in_flight.advance(self._begin, has_other_work=self._has_other_work)
             self._prelauncher.drop_expired(time.monotonic_ns())
@@ -361,7 +303,7 @@ class StepLoop:
         if self._integrity_checks.has_work:
             self._answers.results += self._integrity_checks.advance()
         if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
-            self._advance_adapters(self._adapters)
+            self._waiting.advance_adapters(self._adapters)
         self._prelauncher.next_step()
         begin_decodes = self._prelauncher.begin if self._prelauncher.queued else self._engine.begin_decodes
         chunks = self._scheduler.next_batch(self._begin, begin_decodes)
@@ -369,8 +311,8 @@ class StepLoop:
         if chunks or decodes.size:
             self._began_ns = time.monotonic_ns()
             self._run(chunks, decodes)
-        if self._drawing.forwards:
-            self._drawing.advance()
+        if self._answers.drawing:
+            self._answers.draw()
         now_ns = time.monotonic_ns()
         if (chunks or decodes.size) and self._in_flight.step is None:
             self._step_done(chunks)
@@ -385,7 +327,7 @@ class StepLoop:
         self._answers.answered = []
 
     def _begin(self, forward: Forward) -> bool:
-        """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
+        """Prepares a forward for its first step, and answers it if that fails. See `forward_queues.Begin`."""
         try:
             states = self._engine.kv_table.states
             lacks_state = states is not None and states.room < 1
@@ -419,7 +361,7 @@ class StepLoop:
         """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
         try:
             # Samples are drawn between two steps.
-            may_launch = decodes.size and self._engine.runner.can_launch and not self._drawing.forwards
+            may_launch = decodes.size and self._engine.runner.can_launch and not self._answers.drawing
             if may_launch and self._in_flight.launch(decodes, chunks):
                 return
             done = self._engine.execute(chunks, decodes)
@@ -434,7 +376,10 @@ class StepLoop:
         if decodes.size:
             self._finish_decodes(done)
         if chunks:
-            self._finish_chunks(chunks)
+            plain = self._answers.finish(chunks)
+            if plain:
+                self._complete_decodes(Decodes.done(plain))
+            self._answers.draft(self._began_ns)
 
     def _run_alone(self, chunks: Sequence[Chunk], decodes: Decodes, error: Exception) -> None:
         """Runs each alone, after running all together has failed."""
@@ -449,49 +394,8 @@ class StepLoop:
         for chunk in chunks:
             self._run([chunk])
 
-    def _finish_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Answers the forwards of a step that have run to their end."""
-        plain: list[Forward] = []
-        drafting: list[Forward] = []
-        for chunk in chunks:
-            forward = chunk.forward
-            if forward.failure is not None:
-                self._answers.failed_running(forward, forward.failure)
-            elif not self._scheduler.advance(chunk):
-                continue
-            elif forward.is_plain:
-                plain.append(forward)
-            elif forward.sample_seeds:
-                self._drawing.forwards.append(forward)
-            else:
-                self._engine.complete(forward)
-                if forward.draft_tokens and self._drafting is not None:
-                    drafting.append(forward)
-                else:
-                    self._answers.forward(forward)
-        if plain:
-            self._complete_decodes(Decodes.done(plain))
-        if drafting and self._drafting is not None:
-            self._draft(drafting, self._drafting)
-
-    def _draft(self, forwards: Sequence[Forward], drafting: Drafts) -> None:
-        """Answers forwards with drafts of what follows. Others wait for these as long as a step at most."""
-        self._answers.flush()
-        now_ns, has_others = time.monotonic_ns(), len(self._answers.answered) or len(self._scheduler)
-        until_ns = 2 * now_ns - self._began_ns if has_others else None
-        try:
-            drafting.draft(forwards, self._engine.kv_table, until_ns)
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            _log.error("tokens could not be drafted", exc_info=error)
-            for forward in forwards:
-                forward.drafts = ()
-        for forward in forwards:
-            self._answers.forward(forward)
-
     def _finish_decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        """Answers the plain decodes of a step that are computed. `launched`: see `Answers.decodes`."""
+        """Answers the plain decodes of a step that are computed. `launched`: see `_follow`."""
         self._scheduler.finish_decodes()
         self._complete_decodes(decodes, launched)
 
@@ -512,7 +416,15 @@ class StepLoop:
             decodes = decodes.take(~prelaunched)
         if decodes.size:
             self._engine.stats.count_decodes(decodes.columns[COMPUTE_NS].tolist())
-            self._answers.decodes(decodes, launched)
+            self._answers.results.append(decodes)
+            self._follow(decodes, launched)
+
+    def _follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
+        """Prelaunches what follows these answers. `launched`: the next ones that run already."""
+        if self._prelauncher.may_follow(wanted=any(decodes.columns[PRELAUNCH].tolist())):
+            self._answers.answered += self._prelauncher.follow(decodes, launched)
+        else:
+            self._answers.answered += decodes.sequences
 
     def flush(self) -> None:
         self._answers.flush()

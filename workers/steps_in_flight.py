@@ -22,12 +22,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from workers.decodes import NO_DECODES, Decodes
-from workers.executors.engine import Engine, StepInFlight
+from workers.executors import launched_steps
+from workers.executors.engine import Engine
+from workers.executors.launched_steps import StepInFlight
+from workers.forward_queues import Begin
 from workers.logging import get_logger
 from workers.operations import Chunk
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
-from workers.scheduler import Begin, Scheduler
+from workers.scheduler import Scheduler
 
 _log = get_logger(__name__)
 
@@ -58,7 +61,7 @@ class StepsInFlight:
         """Launch the step that the scheduler has chosen. False: it has to be executed."""
         self.step = None
         if decodes.may_be_launched and all(chunk.may_be_launched for chunk in chunks):
-            self.step = self._launched(self._engine.launch(decodes, chunks))
+            self.step = self._launched(launched_steps.launch(self._engine, decodes, chunks))
         return self.step is not None
 
     def _launched(self, step: StepInFlight | None) -> StepInFlight | None:
@@ -136,7 +139,9 @@ class StepsInFlight:
                 return None
         joining, following = self._scheduler.take_joining(self._prelauncher.begin, decodes.size), None
         try:
-            following = self._launched(self._engine.launch_after(step, decodes, joining, chunks))
+            following = self._launched(
+                launched_steps.launch_after(self._engine, step, decodes, joining, chunks)
+            )
         except DeviceLostError:
             raise
         except Exception:
@@ -157,7 +162,7 @@ class StepsInFlight:
         if step is None:
             return
         try:
-            self._engine.finish(step, following)
+            launched_steps.finish(self._engine, step, following)
         except DeviceLostError:
             raise
         except Exception as error:

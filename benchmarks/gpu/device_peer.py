@@ -38,6 +38,7 @@ from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
 from benchmarks.in_process import LlmExecutor
 from workers.decodes import POSITION, Decodes
+from workers.executors import launched_steps
 from workers.operations import Abort, Chunk, Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 from workers.runners.rank_processes import RankProcesses
@@ -191,20 +192,20 @@ class DevicePeer(Peer):
             [Forward(key + 1, key, position, [key], kind=Kind.DECODE) for key in range(batch)]
         )
         assert all(engine.begin_decodes(decodes))
-        step = engine.launch(decodes)
+        step = launched_steps.launch(engine, decodes)
 
         def advance() -> None:
             nonlocal step
             assert step is not None
             columns = step.decodes.columns.copy()
             columns[POSITION] += 1
-            following = engine.launch_after(step, Decodes(columns, step.decodes.outputs))
-            engine.finish(step, following)
+            following = launched_steps.launch_after(engine, step, Decodes(columns, step.decodes.outputs))
+            launched_steps.finish(engine, step, following)
             step = following
 
         ns = timed_steps(advance, self._steps)
         assert step is not None
-        engine.finish(step)
+        launched_steps.finish(engine, step)
         self._truncate(batch)
         return Sample(ns, batch)
 

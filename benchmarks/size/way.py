@@ -48,7 +48,12 @@ def way_of(uses: Iterable[Use]) -> Way:
     """Computes the path from the trace of a Decode."""
     uses = list(uses)
     types = {use.type for use in uses if use.type in TYPES}
-    own_methods = {(use.file, use.function) for use in uses if use.variable == "self" and use.type in TYPES}
+    # Class methods too, which have no `self`.
+    own_methods = {
+        (use.file, use.function)
+        for use in uses
+        if use.type in TYPES and use.function.startswith(f"{use.type.rpartition('.')[2]}.")
+    }
     files: defaultdict[str, set[str]] = defaultdict(set)
     for use in uses:
         name = use.file.removeprefix(f"{ROOT}/")

@@ -9,7 +9,6 @@ whose attempts are over are returned, with what came of them in `done` or `error
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -17,17 +16,15 @@ from typing import TypeVar
 from service.caches.answers import CommandFailed, Event, ForwardDone
 from service.caches.effects import AbortForward, Context, ForkSequence, ReleaseSequences, TruncateSequence
 from service.caches.entries import Need, Operation, WorkerView
+from service.caches.parked import ParkedOperations, too_late
 from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import blame, clear, must_be_alone
-from service.caches.segments import Segment
-from service.caches.states import COMPUTING, PARKED, REPLAYING
-from service.caches.worker_load import End, retry_after_s
+from service.caches.states import COMPUTING, REPLAYING
+from service.caches.worker_load import End
 from service.errors import (
     DeadlinePassed,
     InternalError,
     KvExhausted,
-    NoWorker,
-    Overloaded,
     QuireError,
     SequenceQuarantined,
     SequenceTooLong,
@@ -36,35 +33,28 @@ from service.errors import (
 
 # Retries of an operation after workers died or had lost its KV. Then it fails.
 _MOST_FAILURES = 8
-# The most tokens to replay that are sent within `_MOMENT_S`; a single longer cache may exceed it. To copy and
-# encode as many takes some milliseconds.
-_REPLAYED_AT_ONCE = 1 << 15
-_MOMENT_S = 0.02
-# A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
-_REFUSE_EARLY_S = 0.1
 
 _Key = TypeVar("_Key")
 
 
 class Attempts:
-    """Owns the running attempts and the parked operations."""
+    """Owns the running attempts."""
 
-    def __init__(self, context: Context, workers: Workers, kv: KvPlacement, max_wait_s: float) -> None:
+    def __init__(
+        self,
+        context: Context,
+        workers: Workers,
+        kv: KvPlacement,
+        parked: ParkedOperations,
+        max_wait_s: float,
+    ) -> None:
         self._context = context
         self._workers = workers
         self._kv = kv
         self._max_wait_s = max_wait_s
-        # The operations whose attempt a worker computes, by op id; the parked ones, by ticket.
+        # The operations whose attempt a worker computes, by op id.
         self.running: dict[int, Operation] = {}
-        self.parked: dict[int, Operation] = {}
-        # How many attempts replay each first segment, by worker; how many compute a suspect, by worker.
-        self._replayed: Counter[tuple[WorkerView, Segment]] = Counter()
-        self._suspects: Counter[WorkerView] = Counter()
-        # The begin of the current moment, and the tokens to replay that were sent in it.
-        self._replays_since_s = -math.inf
-        self._replayed_tokens = 0
-        # Whether parked operations have to be checked.
-        self.changed = False
+        self.parked = parked
 
     def under_way(self, worker: WorkerView) -> Iterator[Operation]:
         return (o for o in self.running.values() if o.entry.worker is worker)
@@ -83,9 +73,9 @@ class Attempts:
             raise SequenceQuarantined
         worker = entry.worker
         if worker is None or worker.draining or entry.kv_len < base or entry.crash_score:
-            need = self._place(operation)
+            need = self.parked.place(operation)
             if need is not None:
-                self._park(operation, need)
+                self.parked.park(operation, need)
                 return
             worker = entry.worker
             assert worker is not None
@@ -95,7 +85,7 @@ class Attempts:
         kv_len = entry.kv_len
         if kv_len < base:
             # First what the worker does not have.
-            self._replayed_tokens += base - kv_len
+            self.parked.replayed_tokens += base - kv_len
             missing = entry.state.tokens.between(kv_len, base)
             self._forward(operation, worker, missing, kv_len, rows=0, replays=True)
         else:
@@ -104,8 +94,7 @@ class Attempts:
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
         entry, op_id, worker = operation.entry, operation.op_id, operation.entry.worker
-        self.parked.pop(operation.ticket, None)
-        operation.need = None
+        self.parked.remove(operation)
         if not op_id:
             return
         assert worker is not None
@@ -120,10 +109,6 @@ class Attempts:
             self._context.send(worker, TruncateSequence(self._context.number(), entry.number, known))
 
     # Workers.
-
-    def workers_changed(self) -> None:
-        """There is a new worker, or a worker has more free pages."""
-        self.changed = True
 
     def answered(self, events: Iterable[Event]) -> list[Operation]:
         """Workers answered. Returns the operations whose attempts are over.
@@ -158,7 +143,7 @@ class Attempts:
         for worker, its in answered.items():
             worker.load.leave(its, self._context.now_s, End.ANSWERED)
             # A parked operation may have waited for one of these.
-            self.changed = True
+            self.parked.changed = True
         # The load of a worker is without all of these when another attempt begins.
         for operation, answer in others:
             if self._is_over(operation, answer):
@@ -192,7 +177,7 @@ class Attempts:
             blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
             self._end_attempt(operation, worker, End.TAKEN_BACK)
-        self.changed = True
+        self.parked.changed = True
         return under_way
 
     def interrupt(self, worker: WorkerView) -> list[Operation]:
@@ -223,134 +208,16 @@ class Attempts:
     # Parked operations.
 
     def retry_parked(self) -> Iterator[Operation]:
-        """Retries parked operations that may be able to run, the oldest first. Call it while `changed`.
-
-        Yields those whose attempts are over.
-        """
-        self.changed = False
-        full: set[WorkerView] = set()
-        for ticket in sorted(self.parked):
-            operation = self.parked.get(ticket)
-            if operation is not None and self._may_run(operation, full):
-                del self.parked[ticket]
-                operation.need = operation.preempted_for = None
-                if self.begin_again(operation):
-                    yield operation
+        """Retries parked operations that may be able to run. Yields those whose attempts are over."""
+        for operation in self.parked.take_ready():
+            if self.begin_again(operation):
+                yield operation
 
     def tick(self) -> Iterator[Operation]:
-        """Fails parked operations whose time is up. The next `retry_parked` checks the others."""
-        for operation in [o for o in self.parked.values() if self._context.now_s >= self._park_until_s(o)]:
-            self.failed(operation, self._parked_too_long(operation))
+        """Fails parked operations whose time is up."""
+        for operation, error in self.parked.too_long():
+            self.failed(operation, error)
             yield operation
-        self.changed = True
-
-    def _park_until_s(self, operation: Operation) -> float:
-        until_s = operation.submitted_s + self._max_wait_s
-        if operation.deadline_s is None:
-            return until_s
-        whole_s = operation.deadline_s - operation.submitted_s
-        return min(until_s, operation.deadline_s - min(_REFUSE_EARLY_S, whole_s / 10))
-
-    def _parked_too_long(self, operation: Operation) -> QuireError:
-        if operation.need is Need.PAGES:
-            return KvExhausted(operation.pages_needed, operation.pages_available)
-        if operation.need is Need.WORKER:
-            return NoWorker()
-        return self._too_late(operation) if operation.deadline_s is None else DeadlinePassed()
-
-    # What an attempt needs.
-
-    def _park(self, operation: Operation, need: Need) -> None:
-        operation.state, operation.need = PARKED, need
-        self.parked[operation.ticket] = operation
-
-    def _place(self, operation: Operation) -> Need | None:
-        """Makes sure that a worker has the cache. Returns what the operation has to wait for, if anything."""
-        entry, base = operation.entry, operation.base
-        if entry.kv_len < base and not self._may_replay():
-            # Before the placement, which is expensive for a long cache.
-            return Need.REPLAY_RATE
-        worker = entry.worker
-        if worker is None or worker.draining:
-            worker = self._assign(operation)
-            if worker is None:
-                return Need.WORKER
-        if entry.crash_score and must_be_alone(entry) and self._suspects[worker]:
-            return Need.EXCLUSIVE_WORKER
-        if entry.kv_len < base and self._is_prefix_replayed(operation):
-            return Need.SHARED_PREFIX
-        return None
-
-    def _assign(self, operation: Operation) -> WorkerView | None:
-        """Assigns the cache to a worker that takes new attempts, if there is one."""
-        entry, state, append = operation.entry, operation.entry.state, operation.append
-        self._kv.drop(entry)
-        if not self._workers.open_workers(state.weights):
-            return None
-        assert append is not None
-        tokens = state.tokens.copy()
-        if operation.copy_number is None:
-            tokens.extend(append.token_ids)
-        worker = self._workers.choose(tokens, state.salt, state.weights)
-        self._kv.assign(entry, worker)
-        return worker
-
-    def _may_replay(self) -> bool:
-        if self._context.now_s - self._replays_since_s >= _MOMENT_S:
-            self._replays_since_s, self._replayed_tokens = self._context.now_s, 0
-        return self._replayed_tokens < _REPLAYED_AT_ONCE
-
-    def _is_prefix_replayed(self, operation: Operation) -> bool:
-        """Whether its worker is replaying a cache with a common prefix."""
-        worker, tokens = operation.entry.worker, operation.entry.state.tokens
-        return worker is not None and tokens.is_shared and self._replayed[worker, tokens.segments[0]] > 0
-
-    def _may_run(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """Whether a parked operation may be able to run. Adds workers without free pages to `full`."""
-        match operation.need:
-            case Need.WORKER:
-                return bool(self._workers.open_workers(operation.entry.state.weights))
-            case Need.EXCLUSIVE_WORKER:
-                return operation.entry.worker is None or not self._suspects[operation.entry.worker]
-            case Need.SHARED_PREFIX:
-                return not self._is_prefix_replayed(operation)
-            case Need.REPLAY_RATE:
-                return self._may_replay()
-        return self._may_fit(operation, full)
-
-    def _may_fit(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """Whether its worker may have enough pages by now, or any if it has none. Preempts others."""
-        if operation.preempted_for is not None and operation.preempted_for.op_id:
-            # It would take the pages from the older one again, and lose them again, for ever.
-            return False
-        own, append = operation.entry.worker, operation.append
-        assert append is not None
-        tokens = operation.base + len(append.token_ids)
-        for worker in self._workers.preferred(operation.entry.state.weights) if own is None else (own,):
-            if worker in full:
-                continue
-            # Without a worker its KV was dropped: it needs pages for all tokens.
-            whole = min(worker.pages_for(tokens), worker.pages_total)
-            missing = (operation.pages_needed if worker is own else whole) - worker.headroom
-            if missing <= 0 or self._preempt(worker, missing, operation):
-                return True
-            if worker is own and not self._can_others_free_pages(worker):
-                # The worker decides whether it fits.
-                return True
-            full.add(worker)
-        return False
-
-    def _preempt(self, worker: WorkerView, pages: int, operation: Operation) -> bool:
-        """Drops KV of others. Those that wait for pages wait for the attempt of this one, too."""
-        evicted = self._kv.preempt(worker, pages, operation)
-        for entry in evicted:
-            if entry.running is not None and entry.running.need is Need.PAGES:
-                entry.running.preempted_for = operation
-        return bool(evicted)
-
-    def _can_others_free_pages(self, worker: WorkerView) -> bool:
-        """Whether other caches than the one in need have pages on its worker, which they may free later."""
-        return len(worker.held) > 1 or any(self.under_way(worker))
 
     # Attempts.
 
@@ -385,10 +252,10 @@ class Attempts:
         self.running[operation.op_id] = operation
         if replays:
             operation.first_segment = segment = entry.state.tokens.segments[0]
-            self._replayed[worker, segment] += 1
+            self.parked.replaying[worker, segment] += 1
         if entry.crash_score and must_be_alone(entry):
             operation.is_suspect = True
-            self._suspects[worker] += 1
+            self.parked.suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, operation))
 
     def _end_attempt(self, operation: Operation, worker: WorkerView, end: End) -> bool:
@@ -399,13 +266,13 @@ class Attempts:
         worker.load.leave((operation,), self._context.now_s, end)
         worker.pages_queued -= operation.pages
         if operation.first_segment is not None:
-            _take_one(self._replayed, (worker, operation.first_segment))
+            _take_one(self.parked.replaying, (worker, operation.first_segment))
             operation.first_segment = None
         if operation.is_suspect:
-            _take_one(self._suspects, worker)
+            _take_one(self.parked.suspects, worker)
             operation.is_suspect = False
         # A parked operation may have waited for this.
-        self.changed = True
+        self.parked.changed = True
         return was_sent
 
     def _end_of(self, operation: Operation) -> End:
@@ -422,9 +289,9 @@ class Attempts:
             return self.try_again(operation, WorkerFault())
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)
-        return self.failed(
-            operation, self._too_late(operation) if isinstance(error, DeadlinePassed) else error
-        )
+        if isinstance(error, DeadlinePassed):
+            error = too_late(operation, self._context.now_s)
+        return self.failed(operation, error)
 
     def _release_copy(self, operation: Operation, worker: WorkerView) -> None:
         assert operation.copy_number is not None
@@ -436,7 +303,7 @@ class Attempts:
         operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
         worker.pages_available = error.pages_available
         missing = max(1, error.pages_needed - error.pages_available)
-        if self._preempt(worker, missing, operation):
+        if self.parked.preempt(worker, missing, operation):
             return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
         others = [w for w in self._workers.preferred(worker.weights) if w is not worker]
@@ -444,19 +311,11 @@ class Attempts:
             operation.failures += 1
             self._kv.drop(entry)
             return self.begin_again(operation)
-        if self._can_others_free_pages(worker):
-            self._park(operation, Need.PAGES)
+        if self.parked.can_others_free_pages(worker):
+            self.parked.park(operation, Need.PAGES)
             return False
         # Pages were freed meanwhile, or it needs more than the worker has.
         return self.try_again(operation, error)
-
-    def _too_late(self, operation: Operation) -> QuireError:
-        """The error of an operation that waited for too long."""
-        now_s = self._context.now_s
-        if operation.deadline_s is not None and now_s >= operation.deadline_s:
-            return DeadlinePassed()
-        waited_s = now_s - operation.submitted_s
-        return Overloaded(waited_s, waited_s, retry_after_s(waited_s))
 
     def begin_again(self, operation: Operation) -> bool:
         """Begins with the same arguments as before. Returns whether the attempts are over."""

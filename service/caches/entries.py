@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 from service.caches.answers import ForwardDone
 from service.caches.ledger import CacheState
 from service.caches.records import CacheCreated, Record
-from service.caches.requests import NORMAL, Append, Handle, Priority, Request, Result
+from service.caches.requests import Append, Handle, Request, Result
 from service.caches.segments import Segment
 from service.caches.states import COMMITTING, WAITING, State
 from service.caches.tenants import Tenant
-from service.caches.worker_load import WorkerLoad
+from service.caches.worker_load import Forward, WorkerLoad
 from service.errors import CacheNotFound, QuireError
 
 # See `CacheEntry.kv_len`.
@@ -49,24 +49,19 @@ Change = Result | QuireError | list[Record]
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class Operation(Forward):
     """A request in the state machine, and all that is known of it until it ends.
 
     It may be computed in several attempts. Each is one forward, which the operation describes while a worker
-    computes it: `base` to `is_suspect`, `priority` to `since_s`.
+    computes it: `base` to `is_suspect`, and the fields of `Forward`.
     """
 
-    ticket: int
     request: Request
     kind: OperationKind[Any]
     # Its caches. Only a fork can have several; `entry` is the first.
     entry: CacheEntry
     entries: Sequence[CacheEntry]
-    # For fair queueing in the worker.
-    caller: int
     submitted_s: float
-    # None: no deadline.
-    deadline_s: float | None = None
     # Reserved in the journal until it ends.
     size_bytes: int = 0
     # The request, if it is an append. Nothing is computed for others.
@@ -102,12 +97,9 @@ class Operation:
     first_segment: Segment | None = None
     # Workers died while they computed this cache. Other such caches wait for its end.
     is_suspect: bool = False
-    # Why it is parked, while it is. With `Need.PAGES`: how many pages it needs, and how many were free.
-    need: Need | None = None
+    # Of the last worker that had too few: how many pages it needs, and how many were free.
     pages_needed: int = 0
     pages_available: int = 0
-    # Until it begins again: an older operation, for which the KV of its cache was dropped.
-    preempted_for: Operation | None = None
     # Failed attempts that are retried.
     failures: int = 0
     # Computed again because the KV was not on the worker.
@@ -116,13 +108,10 @@ class Operation:
     done: ForwardDone | None = None
     error: QuireError | None = None
 
-    # Written by worker_load.py: how the forward counts there. Its own cost, and that up to and including it,
-    # in tokens and rows; and when it was sent.
-    priority: Priority = NORMAL
-    is_long: bool = False
-    cost: int = 0
-    total: int = 0
-    since_s: float = 0.0
+    # Written by parked.py. Why it is parked, while it is. Until it begins again: an older operation, for
+    # which the KV of its cache was dropped.
+    need: Need | None = None
+    preempted_for: Operation | None = None
 
     # Written by append.py: with which weights it was computed.
     weights: int = 0

@@ -9,6 +9,7 @@ from service.caches.cache_index import CacheIndex
 from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Change, Operation, OperationKind, Req
 from service.caches.ledger import Ledger
+from service.caches.parked import ParkedOperations
 from service.caches.placement import KvPlacement, Workers
 from service.caches.requests import Fork
 from service.caches.reservations import Admission, Limits
@@ -32,7 +33,8 @@ class Parts:
         self.workers = Workers()
         self.kv = KvPlacement(self.context)
         self.admission = Admission(limits, self.context, ledger, self.weights, self.workers)
-        self.attempts = Attempts(self.context, self.workers, self.kv, limits.max_wait_s)
+        self.parked = ParkedOperations(self.context, self.workers, self.kv, limits.max_wait_s)
+        self.attempts = Attempts(self.context, self.workers, self.kv, self.parked, limits.max_wait_s)
 
 
 class BaseKind(OperationKind[Req]):

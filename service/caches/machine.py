@@ -56,6 +56,7 @@ class CacheMachine(OperationQueues):
             Renew: Renewals(parts),
         }
         super().__init__(parts, kinds)
+        self._parked = parts.parked
         # To be read only.
         self.weights = parts.weights
         # During recovery: when the last record of each cache was written.
@@ -109,7 +110,7 @@ class CacheMachine(OperationQueues):
                 unwanted.append(number)
         if unwanted:
             self._context.send(worker, ReleaseSequences(self._context.number(), unwanted))
-        self._attempts.workers_changed()
+        self._parked.changed = True
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """A silent worker is suspect: it gets no new caches while there is another. Its caches stay."""
@@ -125,7 +126,7 @@ class CacheMachine(OperationQueues):
             worker.draining = True
             self._kv.drop(*[entry for entry in worker.held if not entry.busy])
             # Parked operations with a cache on it can go elsewhere, or wait for another worker.
-            self._attempts.workers_changed()
+            self._parked.changed = True
 
     def is_drained(self, worker_id: str, epoch: int) -> bool:
         worker = self._workers.find(worker_id, epoch)
@@ -148,7 +149,7 @@ class CacheMachine(OperationQueues):
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
             if pages_available > worker.pages_available:
-                self._attempts.workers_changed()
+                self._parked.changed = True
             worker.pages_available = pages_available
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
@@ -305,14 +306,14 @@ class CacheMachine(OperationQueues):
     @property
     def num_parked(self) -> int:
         """Operations whose turn has come, but which cannot be computed yet: see `Need`."""
-        return len(self._attempts.parked)
+        return len(self._parked.by_ticket)
 
     def take_effects(self) -> Effects:
         """Returns everything to be done since the last call. The caller owns the result.
 
         The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
         """
-        while self._attempts.changed and self._attempts.parked:
+        while self._parked.changed and self._parked.by_ticket:
             for operation in self._attempts.retry_parked():
                 self._computed((operation,))
         context = self._context

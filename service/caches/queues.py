@@ -67,7 +67,6 @@ class OperationQueues:
         operations, admit = self.operations, self.admission.admit
         for request in requests:
             kind, ticket = self._kinds[type(request)], self._context.number()
-            append = request if isinstance(request, Append) else None
             tickets.append(ticket)
             try:
                 if not is_owner:
@@ -77,14 +76,15 @@ class OperationQueues:
                 if at_once is not None:
                     replies.append((ticket, at_once))
                     continue
-                entries, size_bytes = admit(kind, request, append, tenant, len(operations))
+                entries, size_bytes = admit(kind, request, tenant, len(operations))
             except QuireError as error:
                 replies.append((ticket, error.without_traceback()))
                 continue
+            append = request if isinstance(request, Append) else None
             timeout_s = None if append is None else append.timeout_s
             deadline_s = None if timeout_s is None else now_s + timeout_s
             operation = Operation(
-                ticket, request, kind, entries[0], entries, caller, now_s, deadline_s, size_bytes, append
+                ticket, caller, deadline_s, request, kind, entries[0], entries, now_s, size_bytes, append
             )
             operations[ticket] = operation
             turns_left = 0
@@ -109,12 +109,13 @@ class OperationQueues:
     def _release(self, entry: CacheEntry) -> None:
         """Releases a cache without a request: its lease expired, or its id was never delivered."""
         operation = Operation(
-            self._context.number(),
-            Release(entry.state.cache_id),
-            self._releases,
-            entry,
-            (entry,),
+            ticket=self._context.number(),
             caller=0,
+            deadline_s=None,
+            request=Release(entry.state.cache_id),
+            kind=self._releases,
+            entry=entry,
+            entries=(entry,),
             submitted_s=self._context.now_s,
             is_internal=True,
             is_answered=False,

@@ -71,17 +71,11 @@ class Admission:
     # Admission.
 
     def admit(
-        self,
-        kind: OperationKind[Request],
-        request: Request,
-        append: Append | None,
-        tenant: Tenant,
-        queued: int,
+        self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
     ) -> tuple[Sequence[CacheEntry], int]:
         """Counts a request. Returns its caches, and about how many bytes the journal needs for it.
 
-        append: the request, if it is one. queued: number of operations. Raises QuireError to refuse the
-        request; see `is_always_admitted`.
+        queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
         """
         # This runs for each token, so what is rare is asked in functions of its own.
         is_checked, half = not kind.is_always_admitted, self._half_of_queue
@@ -92,7 +86,7 @@ class Admission:
             or queued >= half
             or tenant.in_flight >= half
         ):
-            self._require_admission(append, tenant, queued)
+            self._require_admission(request, tenant, queued)
         known, size_bytes = kind.entries(request, tenant)
         left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
         if is_checked and size_bytes and size_bytes > left_bytes:
@@ -129,8 +123,9 @@ class Admission:
         if size_bytes > self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes:
             raise JournalFull(self._limits.max_journal_bytes)
 
-    def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
+    def _require_admission(self, request: Request, tenant: Tenant, queued: int) -> None:
         """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""
+        append = request if isinstance(request, Append) else None
         if self.draining:
             raise Draining
         if tenant.quota is not UNBOUNDED:

@@ -55,7 +55,7 @@ NEXT: Final[Mapping[State, frozenset[State]]] = {
 # The module that moves operations into a state.
 MOVED_BY: Final[Mapping[State, str]] = {
     WAITING: "queues",
-    PARKED: "attempts",
+    PARKED: "parked",
     REPLAYING: "attempts",
     COMPUTING: "attempts",
     COMMITTING: "queues",

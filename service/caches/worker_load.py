@@ -15,9 +15,8 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from service.caches.requests import HIGH, Priority
+from service.caches.requests import HIGH, NORMAL, Priority
 from service.errors import DeadlinePassed, Overloaded
 
 # The longest short forward. As in the worker.
@@ -124,21 +123,23 @@ class End(enum.Enum):
     TAKEN_BACK = enum.auto()
 
 
-class Forward(Protocol):
-    """What a load knows of a forward: an operation. It writes the fields from `priority` on."""
+@dataclass(slots=True, eq=False)
+class Forward:
+    """What a load knows of a forward: an operation."""
 
     ticket: int
     # Callers take turns. 0: a caller of its own.
     caller: int
     # None: no deadline.
     deadline_s: float | None
-    priority: Priority
-    is_long: bool
-    # In tokens and rows: its own, and that up to and including it.
-    cost: int
-    total: int
-    # When it was sent.
-    since_s: float
+
+    # Written by `WorkerLoad.enter`: its own cost, and that up to and including it, in tokens and rows; and
+    # when it was sent.
+    priority: Priority = field(default=NORMAL, init=False)
+    is_long: bool = field(default=False, init=False)
+    cost: int = field(default=0, init=False)
+    total: int = field(default=0, init=False)
+    since_s: float = field(default=0.0, init=False)
 
 
 class WorkerLoad:

@@ -128,7 +128,7 @@ def _check_attempts(
     for ticket, operation in operations.items():
         phase, op_id = phase_of(operation), operation.op_id
         is_parked = phase == "parked"
-        assert is_parked is (ticket in attempts.parked) is (operation.need is not None)
+        assert is_parked is (ticket in attempts.parked.by_ticket) is (operation.need is not None)
         num_parked += is_parked
         if not op_id:
             continue
@@ -140,8 +140,8 @@ def _check_attempts(
         suspects[worker] += operation.is_suspect
         if operation.first_segment is not None:
             replayed[worker, operation.first_segment] += 1
-    assert (len(attempts.running), len(attempts.parked)) == (num_running, num_parked)
-    assert attempts._suspects == suspects and attempts._replayed == replayed
+    assert (len(attempts.running), len(attempts.parked.by_ticket)) == (num_running, num_parked)
+    assert attempts.parked.suspects == suspects and attempts.parked.replaying == replayed
     assert max(suspects.values(), default=0) <= 1, "a worker computes one suspect at a time"
     return queued
 

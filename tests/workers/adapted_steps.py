@@ -107,7 +107,7 @@ class Worker(stepping.Worker):
         scheduler = self.loop._scheduler
         columns = [scheduler.running, *scheduler._waiting._parts]
         in_columns = {slot for decodes in columns for slot in decodes.column(LORA_SLOT) if slot >= 0}
-        return in_columns | {one.lora_slot for one in scheduler._forwards.values() if one.adapter}
+        return in_columns | {one.lora_slot for one in scheduler._queues.forwards.values() if one.adapter}
 
     def _read(self, source: AdapterSource) -> LoadedAdapter[tuple[int, PackedLora]]:
         model = self._model.adaptable()

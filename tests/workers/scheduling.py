@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from operator import attrgetter
 
+import numpy as np
+
+from workers.decodes import Decodes, Mask
+from workers.forward_queues import SHORT_TOKENS
 from workers.operations import Chunk, Forward, Kind, Priority
-from workers.scheduler import SHORT_TOKENS, Scheduler
+from workers.scheduler import Scheduler
 from workers.service_class import ServiceClass
 
 _by_arrival = attrgetter("arrival")
@@ -26,6 +30,11 @@ def accept(forward: Forward, reused: int = 0) -> bool:
     return True
 
 
+def accept_all(decodes: Decodes) -> Mask:
+    """The same for plain decodes."""
+    return np.ones(decodes.size, np.bool_)
+
+
 def advance(scheduler: Scheduler, chunk: Chunk) -> bool:
     """Run a chunk, as the engine's `execute` does, and tell the scheduler."""
     chunk.forward.computed += chunk.count
@@ -34,7 +43,7 @@ def advance(scheduler: Scheduler, chunk: Chunk) -> bool:
 
 def run_step(scheduler: Scheduler, begin: Callable[[Forward], bool] = accept) -> list[Chunk]:
     """Run one step whole."""
-    chunks = scheduler.next_batch(begin)
+    chunks = scheduler.next_batch(begin, accept_all)
     for chunk in chunks:
         advance(scheduler, chunk)
     return chunks
@@ -42,17 +51,18 @@ def run_step(scheduler: Scheduler, begin: Callable[[Forward], bool] = accept) ->
 
 def check_invariants(scheduler: Scheduler) -> None:
     """Assert that lines, queues, deadlines and counts agree."""
-    queues = [list(forwards.values()) for forwards in scheduler._by_sequence.values()]
-    held = sorted(scheduler._forwards.values(), key=_by_arrival)
+    queued = scheduler._queues
+    queues = [list(forwards.values()) for forwards in queued.by_sequence.values()]
+    held = sorted(queued.forwards.values(), key=_by_arrival)
     assert sorted((forward for forwards in queues for forward in forwards), key=_by_arrival) == held
     for forwards in queues:
         assert forwards == sorted(forwards, key=_by_arrival)
         assert [forward.is_enqueued for forward in forwards] == [True] + [False] * (len(forwards) - 1)
         assert not any(forward.has_begun for forward in forwards[1:])
     assert all(forward.is_long == (forward.remaining > SHORT_TOKENS) for forward in held)
-    _check_class(scheduler._short, [one for one in held if not one.is_long])
-    _check_class(scheduler._long, [one for one in held if one.is_long])
-    watched = {entry[2] for entry in scheduler._deadlines if scheduler._if_expirable(entry)}
+    _check_class(queued.short, [one for one in held if not one.is_long])
+    _check_class(queued.long, [one for one in held if one.is_long])
+    watched = {entry[2] for entry in queued._deadlines if queued._if_expirable(entry)}
     assert watched == {one.op_id for one in held if one.deadline_ns is not None and not one.has_begun}
 
 
@@ -169,7 +179,7 @@ class Callers:
                 Forward(op_id, op_id, 0, tokens, rows=rows, caller=loop.caller, kind=loop.kind)
             )
             self._asked[op_id] = came_ns, loop
-        chunks = self.scheduler.next_batch(accept)
+        chunks = self.scheduler.next_batch(accept, accept_all)
         took_ns = self.base_ns + self.unit_ns * cost(chunks)
         self.now_ns += took_ns
         self.scheduler.record_step(chunks, took_ns)

@@ -15,11 +15,12 @@ from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
 from workers.common import worker_pb2
 from workers.decodes import ARRIVED_NS, COMPUTE_NS, DEADLINE, Decodes
+from workers.forward_options import ModelSizes
 from workers.operations import Command, Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, RowOutput
 
 VOCABULARY, LAYERS = 1000, 4
-SIZES = worker_wire.ModelSizes(VOCABULARY, LAYERS)
+SIZES = ModelSizes(VOCABULARY, LAYERS)
 Output = types_pb2.OutputOptions
 Draw = types_pb2.SamplingParams
 OUTPUTS = (

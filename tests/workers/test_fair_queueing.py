@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.workers import scheduling
 from tests.workers.scheduling import Bench, accept
 from workers import service_class as service_class_module
+from workers.forward_queues import SHORT_TOKENS
 from workers.operations import Forward
-from workers.scheduler import SHORT_TOKENS
 from workers.service_class import ServiceClass
 
 FLOOD, OTHER, THIRD = 1, 2, 3
@@ -128,7 +128,7 @@ def test_callers_are_forgotten_when_they_have_nothing_queued() -> None:
         bench.scheduler.remove(added[0])
         bench.step()
         bench.step()
-    classes = bench.scheduler._short, bench.scheduler._long
+    classes = bench.scheduler._queues.short, bench.scheduler._queues.long
     assert max(len(service_class.flows) for service_class in classes) <= 2 * service_class_module._FEW_FLOWS
 
 

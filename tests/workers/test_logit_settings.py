@@ -17,6 +17,7 @@ from tests.masks import forms
 from workers import wire
 from workers.batch import sampling_rows
 from workers.common import worker_pb2
+from workers.forward_options import ModelSizes
 from workers.kv.table import KvTable
 from workers.logit_settings import Masks
 from workers.numpy_choice import adjusted
@@ -111,10 +112,10 @@ def forward_with(mask: types_pb2.TokenMask) -> worker_pb2.WorkerCommand:
 
 def test_the_wire_makes_bits_of_a_list() -> None:
     message = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[3, 9, 3, 2**31]))
-    command = wire.to_command(forward_with(message), wire.ModelSizes(VOCAB))
+    command = wire.to_command(forward_with(message), ModelSizes(VOCAB))
     assert isinstance(command, Forward) and command.output.mask is not None
     assert allowed_by(command.output.mask) == [3, 9]
-    nothing = wire.to_command(forward_with(types_pb2.TokenMask()), wire.ModelSizes(VOCAB))
+    nothing = wire.to_command(forward_with(types_pb2.TokenMask()), ModelSizes(VOCAB))
     assert isinstance(nothing, Forward) and nothing.output.mask is not None
     assert not allowed_by(nothing.output.mask)
 
@@ -122,7 +123,7 @@ def test_the_wire_makes_bits_of_a_list() -> None:
 @given(allowed=st.sets(st.integers(0, VOCAB - 1)), stray_bits=st.integers(0, 255), words=st.booleans())
 def test_the_wire_makes_the_same_bits_of_any_form(allowed: set[int], stray_bits: int, *, words: bool) -> None:
     for mask in forms(allowed, VOCAB, stray_bits, words=words):
-        command = wire.to_command(forward_with(mask), wire.ModelSizes(VOCAB))
+        command = wire.to_command(forward_with(mask), ModelSizes(VOCAB))
         assert isinstance(command, Forward) and command.output.mask is not None
         found = allowed_by(command.output.mask)
         assert found == sorted(allowed), mask.WhichOneof("kind")
@@ -141,4 +142,4 @@ def test_the_wire_makes_the_same_bits_of_any_form(allowed: set[int], stray_bits:
 )
 def test_the_wire_refuses_what_is_no_mask_of_the_vocabulary(mask: types_pb2.TokenMask) -> None:
     with pytest.raises(ValueError, match=r"a mask (of|that)"):
-        wire.to_command(forward_with(mask), wire.ModelSizes(VOCAB))
+        wire.to_command(forward_with(mask), ModelSizes(VOCAB))

@@ -18,8 +18,9 @@ from quire.v1 import types_pb2
 
 from tests.workers.gateway_end import LAST_ROW, Gateway
 from tests.workers.test_server import served
-from workers import wire
+from workers import forward_options, wire
 from workers.common import worker_pb2
+from workers.forward_options import ModelSizes, UnknownFieldError
 
 _PATIENCE_S = 30
 TOKENS = [1, 2, 3]
@@ -60,8 +61,8 @@ async def test_a_field_that_the_protos_do_not_have_is_refused_by_its_path(index:
     options = full_options()
     path, message = [*messages_in(options)][index]
     message.MergeFromString(UNKNOWN)
-    with pytest.raises(wire.UnknownFieldError) as refused:
-        wire.to_command(command(1, options.SerializeToString()), wire.ModelSizes(64))
+    with pytest.raises(UnknownFieldError) as refused:
+        wire.to_command(command(1, options.SerializeToString()), ModelSizes(64))
     assert refused.value.field == f"{path}200"
     async with served(kv_pages=32) as (gateway, _):
         gateway.ask(op_id=1, forward=command(1, options.SerializeToString()).forward)
@@ -86,13 +87,13 @@ def test_a_field_of_the_protos_alone_is_refused(
     monkeypatch: pytest.MonkeyPatch, message: Any, known: str, field: str, path: str
 ) -> None:
     """It was added to the protos, and nothing computes it yet."""
-    wire._cached_options.cache_clear()
-    monkeypatch.setattr(wire, known, getattr(wire, known) - {field})
+    forward_options._cached_options.cache_clear()
+    monkeypatch.setattr(forward_options, known, getattr(forward_options, known) - {field})
     is_output = isinstance(message, types_pb2.OutputOptions)
     output = message if is_output else types_pb2.OutputOptions(sampling=message)
     data = worker_pb2.ForwardOptions(rows=1, output=output).SerializeToString()
-    with pytest.raises(wire.UnknownFieldError) as refused:
-        wire.to_command(command(1, data), wire.ModelSizes(64))
+    with pytest.raises(UnknownFieldError) as refused:
+        wire.to_command(command(1, data), ModelSizes(64))
     assert refused.value.field == path
 
 

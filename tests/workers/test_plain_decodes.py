@@ -118,14 +118,14 @@ def compare(seed: int, *, ahead: bool = False, limits: tuple[int, int, int] = (6
         for kind in (stepping.Worker, Queued)
     ]
     queued = 0
-    queue = workers[0].loop._scheduler._queue
+    queue = workers[0].loop._scheduler._queues.add
 
     def count(forward: Forward) -> None:
         nonlocal queued
         queued += 1
         queue(forward)
 
-    workers[0].loop._scheduler._queue = count  # type: ignore[method-assign]
+    workers[0].loop._scheduler._queues.add = count  # type: ignore[method-assign]
     forwards = 0
     for _ in range(30):
         asked = callers.ask()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers.scheduling import Callers, accept, run_step
+from tests.workers.scheduling import Callers, accept, accept_all, run_step
 from workers.operations import Forward, Kind
 from workers.scheduler import Scheduler
 
@@ -54,7 +54,7 @@ def test_until_it_is_known_how_long_steps_take_a_prompt_is_held_back_too() -> No
     scheduler = Scheduler(STEP_TOKENS, 64, 64)
     scheduler.add(Forward(1, 1, 0, range(1000), kind=Kind.PREFILL, caller=1))
     scheduler.add(Forward(2, 2, 40, [7], kind=Kind.DECODE, caller=2))
-    chunks = scheduler.next_batch(accept)
+    chunks = scheduler.next_batch(accept, accept_all)
     assert [(chunk.forward.op_id, chunk.count) for chunk in chunks] == [
         (2, 1),
         (1, 64),

@@ -13,7 +13,8 @@ from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
-from workers import drawing, extra_samples, prelaunch, step_loop
+from workers import answers as answers_module
+from workers import extra_samples, prelaunch, step_loop
 from workers.adapters.table import AdapterTable
 from workers.decodes import OP_ID, Decodes
 from workers.kv import integrity
@@ -561,7 +562,7 @@ def test_other_work_is_done_beside_steps_that_could_be_launched_ahead(
 ) -> None:
     """In four steps or more."""
     monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 16)
-    for module, name in ((drawing, "_BUDGET"), (extra_samples, "_BATCH_COST")):
+    for module, name in ((answers_module, "_DRAWN_COST"), (extra_samples, "_BATCH_COST")):
         monkeypatch.setattr(module, name, 1)
     token = chosen(worker.answers(prefill(1, 7))[1])
     worker.compute_late()

@@ -10,8 +10,8 @@ from service.api.request_limits import RequestLimits
 from tests.forwards import SentForward, command_of
 from tests.sim.model_worker import message_of
 from tests.workers.scheduling import Bench
+from workers.forward_queues import HEAD_START_STEPS, SHORT_TOKENS
 from workers.operations import Forward, Priority
-from workers.scheduler import HEAD_START_STEPS, SHORT_TOKENS
 from workers.wire import to_command
 
 ASKED = {

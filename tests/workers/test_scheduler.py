@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 )
 
 from tests.workers import scheduling
-from tests.workers.scheduling import accept, advance, check_invariants
-from workers import scheduler as scheduler_module
+from tests.workers.scheduling import accept, accept_all, advance, check_invariants
+from workers.forward_queues import SHORT_TOKENS, Capacity, ForwardQueues
 from workers.operations import Chunk, Forward
-from workers.scheduler import SHORT_TOKENS, Scheduler
+from workers.scheduler import Scheduler
 
 # A class may be passed over this often in a row where a step is too small for both.
 PATIENCE_STEPS = 2
@@ -173,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.begun.add(op.op_id)
             return accept(op, self.reusable[op.op_id])
 
-        chunks = self.scheduler.next_batch(begin)
+        chunks = self.scheduler.next_batch(begin, accept_all)
         assert chunks or failures or not self.held
         self.check_chunks(chunks)
         self.check_shares(chunks, short_line, long_line)
@@ -209,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The queued forwards that are not late, short and long. Their order is the queue's own invariant."""
         short, long = (
             [forward.op_id for forward in service_class.queue if forward.op_id in self.held]
-            for service_class in (self.scheduler._short, self.scheduler._long)
+            for service_class in (self.scheduler._queues.short, self.scheduler._queues.long)
         )
         return short, long
 
@@ -271,25 +271,25 @@ def wanted_rows(chunk: Chunk) -> int:
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
 
-true_fit = Scheduler._tokens_that_fit
+true_fit = ForwardQueues._tokens_that_fit
 
 
-def forget_rows(scheduler: Scheduler, forward: Forward, budget: scheduler_module._Budget) -> int:
-    return true_fit(scheduler, forward, dataclasses.replace(budget, rows=10_000))
+def forget_rows(queues: ForwardQueues, forward: Forward, budget: Capacity) -> int:
+    return true_fit(queues, forward, dataclasses.replace(budget, rows=10_000))
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [
         ("_tokens_that_fit", forget_rows),
-        ("_reserve_for_long", lambda scheduler, step: scheduler_module._Budget(0, 0, 0)),
-        ("expire", lambda scheduler, now_ns: []),
+        ("_reserve_for_long", lambda queues, step: Capacity(0, 0, 0)),
+        ("expire", lambda queues, now_ns: []),
     ],
 )
 def test_the_oracle_notices_a_mutant(
     monkeypatch: pytest.MonkeyPatch, name: str, mutant: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr(Scheduler, name, mutant)
+    monkeypatch.setattr(ForwardQueues, name, mutant)
     until_one_fails = settings(
         TestScheduler.settings, max_examples=5000, phases=[Phase.generate], report_multiple_bugs=False
     )
@@ -372,7 +372,7 @@ def test_a_step_looks_only_at_what_it_takes() -> None:
         begun.append(op.op_id)
         return accept(op)
 
-    scheduler.next_batch(begin)
+    scheduler.next_batch(begin, accept_all)
     assert len(begun) == 4
 
 

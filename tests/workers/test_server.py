@@ -13,7 +13,7 @@ import pytest
 from quire.v1 import types_pb2
 
 from tests.workers.gateway_end import LAST_ROW, Gateway
-from workers import wire
+from workers import forward_options
 from workers.common import worker_pb2
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
@@ -155,7 +155,7 @@ async def test_a_command_that_cannot_be_decoded_is_an_error_of_that_command(
                 raise TypeError("unexpected keyword argument 'penalty_from'")
             super().__init__(**given)
 
-    monkeypatch.setattr(wire, "Sampling", OldSampling)
+    monkeypatch.setattr(forward_options, "Sampling", OldSampling)
     async with served(kv_pages=32) as (gateway, _):
         prefill: dict[str, Any] = {"token_ids": [1, 2], "kind": "OPERATION_KIND_PREFILL"}
         for op_id in (11, 12, 13, 14):

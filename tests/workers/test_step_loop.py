@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.workers.stepping import Worker
-from workers import drawing, extra_samples, sampling
+from workers import answers, extra_samples, sampling
 from workers.decodes import OP_ID, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
@@ -150,7 +150,7 @@ def prefill_with_samples(op_id: int, draws: int) -> Forward:
 
 def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other forwards are answered before all tokens of a row are drawn."""
-    monkeypatch.setattr(drawing, "_BUDGET", 1)
+    monkeypatch.setattr(answers, "_DRAWN_COST", 1)
     monkeypatch.setattr(extra_samples, "_BATCH_COST", 1)
     worker = Worker()
     commands: list[Forward] = [prefill_with_samples(1, 50), prefill_with_samples(2, 3), forward(3)]
@@ -170,7 +170,7 @@ def test_many_draws_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that draws takes several times the memory of its row of logits."""
-    monkeypatch.setattr(drawing, "_BUDGET", 1)
+    monkeypatch.setattr(answers, "_DRAWN_COST", 1)
     monkeypatch.setattr(extra_samples, "_BATCH_COST", 1)
     begun: list[int] = []
 
@@ -191,7 +191,7 @@ def test_a_forward_that_draws_can_be_aborted_and_reset() -> None:
     worker, results = Worker(), list[Result]()
     for last in (Abort(9, target_op_id=1), Reset(1)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(drawing, "_BUDGET", 0)
+            patch.setattr(answers, "_DRAWN_COST", 0)
             results += worker.round(prefill_with_samples(1, 5))
             assert worker.loop.operations_in_flight == 1
             results += worker.round(last)

@@ -18,7 +18,9 @@ from tests.gpu.sizes import repeat_launches
 from tests.workers import stepping, test_adjusted_rows
 from tests.workers.test_adjusted_rows import KINDS, PAGES
 from workers.decodes import NO_DECODES, Decodes
-from workers.executors.engine import Engine, StepInFlight
+from workers.executors import launched_steps
+from workers.executors.engine import Engine
+from workers.executors.launched_steps import StepInFlight
 from workers.kv.table import KvTable
 from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
@@ -219,20 +221,21 @@ def test_each_text_has_the_tokens_and_bits_that_it_has_alone(
     graph._eager.queue = queue
     worker.loop._prelauncher.prelaunch_unrequested = seed % 2 == 0
     ahead, with_chunks = [0], [0]
-    launch_after = worker.engine.launch_after
+    launch_after = launched_steps.launch_after
 
     def launched(
+        engine: Engine,
         before: StepInFlight,
         decodes: Decodes,
         joining: Decodes = NO_DECODES,
         chunks: Sequence[Chunk] = (),
     ) -> StepInFlight | None:
-        step = launch_after(before, decodes, joining, chunks)
+        step = launch_after(engine, before, decodes, joining, chunks)
         ahead[0] += step is not None
         with_chunks[0] += step is not None and bool(chunks)
         return step
 
-    monkeypatch.setattr(worker.engine, "launch_after", launched)
+    monkeypatch.setattr(launched_steps, "launch_after", launched)
     callers = Callers(worker, random.Random(seed), range(len(KINDS)) if seed % 2 else LAUNCHED)
     callers.run(rounds)
     assert ahead[0] > 2 and with_chunks[0] > 2, "else nothing was shown"

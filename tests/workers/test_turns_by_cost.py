@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from tests.workers.scheduling import Callers, check_invariants, run_step
 from workers.caller_limits import MIN_FREE_COST, CallerLimits
+from workers.forward_queues import cost_of
 from workers.operations import Forward
 from workers.outputs import DataType, HiddenSpec, OutputSpec
-from workers.scheduler import Scheduler, cost_of
+from workers.scheduler import Scheduler
 
 GREEDY, OTHER = 1, 2
 DECODE_COST = 2

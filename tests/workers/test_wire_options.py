@@ -7,6 +7,7 @@ from quire.v1 import types_pb2
 
 from workers import wire
 from workers.common import worker_pb2
+from workers.forward_options import ModelSizes
 from workers.operations import Accept, Forward
 
 VOCAB = 64
@@ -21,7 +22,7 @@ def decoded(options: worker_pb2.ForwardOptions, *, default_seed: int = 0, keep_a
         keep_all=keep_all,
         kind="OPERATION_KIND_DECODE",
     )
-    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), wire.ModelSizes(VOCAB))
+    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), ModelSizes(VOCAB))
     assert isinstance(command, Forward)
     return command
 
@@ -62,9 +63,7 @@ def given(data: bytes, start: int = 0, sizes: tuple[int, int, int] = (2, 6, 3), 
     body = worker_pb2.ForwardCommand(
         sequence=1, token_ids=[1], options=options.SerializeToString(), kind="OPERATION_KIND_SCORE", salt=salt
     )
-    command = wire.to_command(
-        worker_pb2.WorkerCommand(op_id=1, forward=body), wire.ModelSizes(VOCAB, 0, *sizes)
-    )
+    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), ModelSizes(VOCAB, 0, *sizes))
     assert isinstance(command, Forward)
     return command
 

@@ -5,8 +5,7 @@
     complete(forward)    truncate to the accepted tokens, release temporary sequences
     roll_back(forward)   restore the sequence to its state before the forward
 
-On a GPU a step of plain decodes can be launched and finished separately, with the next one launched in
-between (`launch`, `launch_after`, `finish`).
+On a GPU a step of plain decodes is launched, and its results are read later: see `launched_steps`.
 
 The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine. Any may call
 `stats.status`, and `usage` and `pages_available` of its table.
@@ -16,14 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.batch import HistoryOf, captured_rows, output_specs, pack, sampling_rows
+from workers.batch import captured_rows, output_specs, pack, sampling_rows
 from workers.decodes import (
     ARRIVED_NS,
     BATCH_ITEMS,
@@ -49,40 +46,10 @@ from workers.operations import Accept, Chunk, Forward, Kind
 from workers.outputs import OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import add_captured, add_means
-from workers.runners.base import After, LaunchedStep, Runner, StepResult, raise_if_lost
+from workers.runners.base import Runner, StepResult, raise_if_lost
 from workers.runners.eager import EagerRunner
-from workers.sampling import SamplingError, SamplingRow
+from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
-
-# In place of a token that only the device has: outside of every vocabulary.
-UNKNOWN_TOKEN = -1
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """A step of plain decodes that was launched, and whose results are not read yet.
-
-    Its chunks of prompts have none, and count as computed: what reads their KV comes behind on the device.
-
-    Attributes:
-        decodes: Those that continue the step before it come first, without their tokens until that one's
-            results are read; then those that have joined.
-        joined: These, as they were given.
-        places: [N] where each is in the step before it, as in `After`.
-        chunks: In the same forward.
-    """
-
-    decodes: Decodes
-    launched: LaunchedStep
-    launched_ns: int
-    joined: Decodes = NO_DECODES
-    places: NDArray[np.int64] | None = None
-    chunks: Sequence[Chunk] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Those of the decodes and of the chunks."""
-        return self.decodes.size + sum([chunk.count for chunk in self.chunks])
 
 
 class Engine:
@@ -241,122 +208,10 @@ class Engine:
         self.stats.step_ends(decodes.size + len(chunks))
         return done
 
-    def launch(self, decodes: Decodes, chunks: Sequence[Chunk] = ()) -> StepInFlight | None:
-        """Launches a step of plain decodes that have begun, without waiting for it. It must be finished then.
-
-        `chunks`: as well, all with `may_be_launched`. They count as computed.
-
-        None, without an effect: the runner cannot.
-        """
-        launched_ns = time.monotonic_ns()
-        launched = self._launched(decodes, chunks, sampling_rows((), decodes, self._history_of), None)
-        if launched is None:
-            return None
-        step = StepInFlight(decodes, launched, launched_ns, chunks=chunks)
-        self.stats.step_begins(step.tokens, launched_ns)
-        return step
-
-    def launch_after(
-        self,
-        step: StepInFlight,
-        decodes: Decodes,
-        joining: Decodes = NO_DECODES,
-        chunks: Sequence[Chunk] = (),
-    ) -> StepInFlight | None:
-        """As `launch`, behind the step in flight, whose tokens are not known yet.
-
-        Args:
-            step: The step in flight.
-            decodes: Of some of its sequences, in their order, one token further.
-            joining: Of other sequences. They have begun.
-            chunks: As for `launch`.
-
-        None, without an effect: not all of `decodes` have pages, or the runner cannot.
-        """
-        decodes.rows, begun = self.kv_table.reserve_next(
-            decodes.sequences, decodes.columns[POSITION], ahead=1
-        )
-        if not all(begun.tolist()):
-            return None
-        places, rows = None, list[SamplingRow]()
-        if joining.size or decodes.size < step.decodes.size:
-            where = {sequence: place for place, sequence in enumerate(step.decodes.sequences)}
-            places = np.array([where[one] for one in decodes.sequences] + [-1] * joining.size)
-            if joining.size:
-                both = Decodes.joined([decodes, joining])
-                both.rows = np.concatenate([decodes.rows, joining.rows])
-                decodes = both
-            rows = sampling_rows((), decodes, self._history_after(step, places))
-        launched_ns = time.monotonic_ns()
-        launched = self._launched(decodes, chunks, rows, After(step.launched, places))
-        if launched is None:
-            return None
-        return StepInFlight(decodes, launched, launched_ns, joining, places, chunks)
-
-    def _launched(
-        self, decodes: Decodes, chunks: Sequence[Chunk], rows: Sequence[SamplingRow], after: After | None
-    ) -> LaunchedStep | None:
-        page_size, keeps_logits = self.kv.page_size, not all(spec.is_token_only for spec in decodes.kinds)
-        inputs = pack((), page_size, decodes, self.kv_table.page_tables(decodes.rows))
-        beside = pack(chunks, page_size) if chunks else None
-        try:
-            launched = self.runner.launch(inputs, rows, chunks=beside, keeps_logits=keeps_logits, after=after)
-        except Exception as error:
-            raise_if_lost(error)
-            raise
-        for chunk in chunks if launched is not None else ():
-            self._append(chunk, (), decodes.size + len(chunks), {})
-        return launched
-
-    def _history_of(self, decodes: Decodes, index: int) -> NDArray[np.int64]:
+    def history_of(self, decodes: Decodes, index: int) -> NDArray[np.int64]:
         """The tokens of a sequence, and that of its decode. See `HistoryOf`."""
         known = self._known(decodes.sequences[index]).token_ids.as_array().astype(np.int64)
         return np.append(known, decodes.columns[TOKEN, index])
-
-    def _history_after(self, step: StepInFlight, places: NDArray[np.int64]) -> HistoryOf:
-        """As `_history_of`, behind the step in flight. `places`: see `After`."""
-
-        def history_of(decodes: Decodes, index: int) -> NDArray[np.int64]:
-            place = places.item(index)
-            if place < 0:
-                return self._history_of(decodes, index)
-            # The token of the step in flight is not appended yet, and what it chooses is not known.
-            return np.append(self._history_of(step.decodes, place), UNKNOWN_TOKEN)
-
-        return history_of
-
-    def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> None:
-        """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
-
-        Raises a SamplingError if rows have no token. After any error nothing has been appended, and
-        `following` is over: its tokens are not kept.
-        """
-        items, outputs = step.decodes.size + len(step.chunks), None
-        try:
-            chosen = step.launched.chosen()
-            if not all(spec.is_token_only for spec in step.decodes.kinds):
-                with step.launched.logits() as logits:
-                    rows = sampling_rows((), step.decodes, self._history_of)
-                    outputs = row_outputs(logits, chosen, rows, step.decodes.outputs)
-        except Exception as error:
-            self.stats.step_ends(0)
-            raise_if_lost(error)
-            if following is not None:
-                with suppress(SamplingError):
-                    following.launched.chosen()
-            raise
-        self.stats.step_ends(items)
-        self._append_decodes(step.decodes, chosen.numpy(), outputs, items)
-        if following is not None:
-            tokens, chosen_now = following.decodes.columns[TOKEN], step.decodes.columns[CHOSEN]
-            if following.places is None:
-                tokens[:] = chosen_now
-            else:
-                continues = following.places >= 0
-                tokens[continues] = chosen_now[following.places[continues]]
-            following.decodes.started_ns = time.monotonic_ns()
-            # From its launch on, while the one before it ran: rather too long than too short.
-            self.stats.step_begins(following.tokens, following.launched_ns)
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
@@ -366,7 +221,7 @@ class Engine:
             parts += [(chunk.forward.kv, chunk.count) for chunk in chunks]
             inputs.states = self.kv_table.states.run(parts)
         try:
-            rows = sampling_rows(chunks, decodes, self._history_of)
+            rows = sampling_rows(chunks, decodes, self.history_of)
             # Nothing is made of each row if nobody wants more than tokens.
             is_bare = not chunks and all([spec.is_token_only for spec in decodes.kinds])  # noqa: C419 - faster
             specs = [] if is_bare else output_specs(chunks, decodes)
@@ -407,13 +262,13 @@ class Engine:
         paths = self._keep_paths(chunks, outputs[first:]) if chunks else {}
         on_host = chosen.cpu().numpy()[:first]
         if decodes.size:
-            self._append_decodes(decodes, on_host, outputs[:first] if specs else None, items)
+            self.append_decodes(decodes, on_host, outputs[:first] if specs else None, items)
         for chunk in chunks:
             forward, last = chunk.forward, first + chunk.rows
             hidden = forward.output.hidden
             if hidden is not None and hidden.mean and chunk.rows:
                 add_means(forward, outputs[first:last], chunk.output_rows)
-            self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)
+            self.append(chunk, outputs[last - chunk.output_rows : last], items, paths)
             if forward.draft_tokens and result.hidden is not None:
                 own = result.hidden[last - chunk.output_rows : last]
                 forward.hidden_rows = (*forward.hidden_rows, *own)
@@ -424,7 +279,7 @@ class Engine:
             first = last
         return decodes
 
-    def _append_decodes(
+    def append_decodes(
         self, decodes: Decodes, chosen: NDArray[np.int64], outputs: Sequence[RowOutput] | None, items: int
     ) -> None:
         """Commits the tokens of plain decodes, whose rows are the first ones of the step."""
@@ -438,7 +293,7 @@ class Engine:
         columns[BATCH_ITEMS] = items
         decodes.row_outputs = outputs
 
-    def _append(
+    def append(
         self, chunk: Chunk, outputs: Sequence[RowOutput], items: int, paths: dict[Forward, list[int]]
     ) -> None:
         """Commits the tokens of a chunk, and adds its outputs."""

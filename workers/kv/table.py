@@ -321,9 +321,9 @@ class KvTable:
         columns.recent[rows, positions % self.page_size] = tokens
         columns.lengths[rows] = ends
         self._tokens += len(rows)
-        for row in rows[ends % self.page_size == 0].tolist():
-            seq = self._in_row[row]
-            self._index_pages(seq, len(seq))
+        is_full = ends % self.page_size == 0
+        for row, end in zip(rows[is_full].tolist(), ends[is_full].tolist(), strict=True):
+            self._index_pages(self._in_row[row], end)
         if self.states is not None:
             for row in rows.tolist():
                 seq = self._in_row[row]

@@ -243,7 +243,7 @@ def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
         for tokens in sorted(of_worker)[: config.max_batch_items]:
             running += left > 0
             left -= tokens
-    return running, sum(len(each.running) + len(each.parked) for each in machines) - running
+    return running, sum(len(each.running) + len(each.parked.by_ticket) for each in machines) - running
 
 
 def _gauge(name: str, text: str, value: Any, *labels: str) -> Metric:
