@@ -5,10 +5,11 @@
 // The bits of a row depend neither on the other rows, nor on the number of threads.
 #pragma once
 
-#include <memory>
+#include <vector>
 
 #include "grouped_product.h"
 #include "lora.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace quire {
@@ -53,6 +54,7 @@ struct ExpertLayer {
 
 // A pair is a token and one of its k choices; T * k of them are numbered by token.
 struct ExpertsArguments {
+  const ExpertLayer* layer;
   void* out;                    // [T, C] contiguous
   const void* x;                // [T, C]
   const int64_t* expert_ids;    // [T, k]
@@ -62,28 +64,43 @@ struct ExpertsArguments {
   int64_t adds;                 // to the rows that `out` has, after it is rounded
 };
 
-// Memory that all workers of a call share. It may be kept for the next one.
-template <typename T>
-class ExpertsWork {
- public:
-  ExpertsWork();
-  ~ExpertsWork();
+// The pairs sorted by expert; those of one expert in their original order.
+struct ExpertGroups {
+  std::vector<int64_t> pairs;   // [T * k]
+  std::vector<int64_t> owners;  // [T * k], the expert of each
+  std::vector<int64_t> starts;  // [E + 1], the index of each expert's first pair
+  std::vector<int64_t> chosen;  // experts that have a pair
 
-  // Before any call with so many tokens, or fewer. False if there is not so much memory.
-  bool reserve(const ExpertLayer& layer, int64_t tokens, int64_t choices, bool has_lora);
-
-  // Before `run`, by one worker. False if an expert id or a slot is out of range.
-  bool prepare(const ExpertLayer& layer, const ExpertsArguments& a);
-
-  // What `run` reads and writes, about.
-  int64_t bytes() const;
-
-  // All workers must call this.
-  void run(const Worker& worker);
-
- private:
-  struct State;
-  std::unique_ptr<State> state_;
+  // False if an expert id is out of range.
+  bool fill(const ExpertsArguments& a);
 };
+
+// What adapters add to the pairs. Those of one expert and one adapter have a number, which is their slot in tables of the
+// call.
+struct AdaptedPairs {
+  std::vector<LoraPairs> gate_up, down;
+  LoraRows rows;  // by their index in `ExpertGroups::pairs`
+
+  // False if there is no such slot.
+  bool find(const ExpertsArguments& a, const ExpertGroups& groups);
+};
+
+// What all workers of a call share. It may be kept for the next one.
+struct ExpertsWork {
+  Scratch scratch;
+  ExpertGroups groups;
+  AdaptedPairs adapted;
+
+  // Before `run_experts`, by one worker. False if an expert id or a slot is out of range.
+  bool prepare(const ExpertsArguments& a) { return groups.fill(a) && adapted.find(a, groups); }
+};
+
+// Has memory for calls with so many tokens, or fewer. False if there is not so much.
+template <typename T>
+bool reserve_experts(ExpertsWork& work, const ExpertLayer& layer, int64_t tokens, int64_t choices, bool has_lora);
+
+// All workers must call this.
+template <typename T>
+void run_experts(const ExpertsArguments& a, const ExpertsWork& work, const Worker& worker);
 
 }  // namespace quire

@@ -43,7 +43,7 @@ class _Arguments(ctypes.Structure):
     """ExpertsArguments of experts.h: the fields must agree."""
 
     _fields_ = (
-        *pointers("out x expert_ids expert_weights lora_slots"),
+        *pointers("layer out x expert_ids expert_weights lora_slots"),
         *integers("tokens choices x_stride adds"),
     )
 
@@ -115,6 +115,7 @@ def experts(
     slots = None if slots is None else slots.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)  # [T, C]
     arguments = _Arguments(
+        ctypes.addressof(layer),
         out.data_ptr(),
         x.data_ptr(),
         expert_ids.data_ptr(),
@@ -123,9 +124,9 @@ def experts(
         *expert_ids.shape,
         x.stride(0),
     )
-    types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    types = (ctypes.c_void_p, ctypes.c_int64)
     run = library.function(f"quire_experts_{SUFFIXES[x.dtype]}", types, ctypes.c_int)
-    outcome = run(ctypes.addressof(layer), ctypes.addressof(arguments), torch.get_num_threads())
+    outcome = run(ctypes.addressof(arguments), torch.get_num_threads())
     if outcome != 0:
         kind, message = _OUTCOMES[cast(int, outcome)]
         raise kind(message)

@@ -6,9 +6,8 @@
 // width; N items.
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
-
-#include "sublayers.h"
 
 #include "attention.h"
 #include "causal_conv.h"
@@ -21,6 +20,7 @@
 #include "rms_norm.h"
 #include "rope_kv_write.h"
 #include "scratch.h"
+#include "sublayers.h"
 
 namespace quire {
 namespace {
@@ -52,10 +52,10 @@ struct Buffers {
   T *normed, *wide, *inner, *gates;
   ScanSpace<T> scan;
   char* copies;
-  float *lora_inner, *lora_copies;    // of rows of float too
+  float *lora_inner, *lora_copies;     // of elements of the sublayers' type, or of float
   float *router_rows, *router_logits;  // of routers in float32
-  int64_t* expert_ids;                // of each row those that are chosen, and their weights
-  float* expert_weights;
+  int64_t* expert_ids;                 // [T, k]
+  float* expert_weights;               // likewise
 
   // False if there is not so much memory.
   bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
@@ -113,34 +113,14 @@ struct Buffers {
   }
 };
 
-// The experts that a row is given, or null.
-const int64_t* given_of(const Step& step, const Sublayer& sublayer, int64_t row) {
-  if (step.given == nullptr) return nullptr;
-  const int64_t* given = step.given + row * step.given_stride + sublayer.layer * sublayer.mixture().rule.choices;
-  return *given < 0 ? nullptr : given;
-}
-
-bool given_exist(const Sublayers& sublayers, const Step& step) {
-  for (const Sublayer& one : sublayers.all) {
-    for (int64_t row = 0; one.kind == kExperts && row < step.rows; row++) {
-      const int64_t* given = given_of(step, one, row);
-      const RoutingRule& rule = one.mixture().rule;
-      if (given != nullptr && !std::all_of(given, given + rule.choices, [&](int64_t expert) {
-            return expert >= 0 && expert < rule.experts;
-          }))
-        return false;
-    }
-  }
-  return true;
-}
-
 // What one worker does of a step.
 template <typename T>
 struct Run {
   const Step& step;
   const Buffers<T>& buffers;
   AttentionWork& work;
-  ExpertsWork<T>& experts;
+  ExpertsWork& experts;
+  std::atomic<bool>& experts_exist;
   const Worker& worker;
   const LoraRows& wanted_lora;
   int64_t rows;
@@ -244,6 +224,7 @@ struct Run {
     });
   }
 
+  // The experts that are given, or that the router chooses.
   void mix(const Sublayer& sublayer, const T* entered) {
     const Mixture& mixture = sublayer.mixture();
     const int64_t width = sublayer.into.inputs, choices = mixture.rule.choices;
@@ -258,15 +239,17 @@ struct Run {
     } else {
       route<T>(sublayer, entered, buffers.wide, ids);
     }
-    if (worker.index == 0)
-      experts.prepare(mixture.layer, {step.x, entered, ids, buffers.expert_weights, lora == nullptr ? nullptr : step.lora_slots,
-                                      rows, choices, width, sublayer.is_beside});
+    if (!experts_exist) return;
+    const int32_t* slots = lora == nullptr ? nullptr : step.lora_slots;
+    const ExpertsArguments arguments{&mixture.layer, step.x, entered, ids, buffers.expert_weights, slots, rows, choices,
+                                     width, sublayer.is_beside};
+    if (worker.index == 0) experts.prepare(arguments);
     worker.barrier();
-    experts.run(worker);
+    run_experts<T>(arguments, experts, worker);
     if (chosen != nullptr) chosen += rows * choices;
   }
 
-  // Chooses the experts of each row, whose numbers become `ids` [T, k].
+  // Writes the experts of each row to `ids` [T, k], and their weights.
   template <typename R>
   void route(const Sublayer& sublayer, const R* entered, R* logits, int64_t* ids) {
     const Mixture& mixture = sublayer.mixture();
@@ -275,7 +258,9 @@ struct Run {
     Router router(mixture.rule);
     worker.for_shares(rows, [&](int64_t row) {
       float* weights = buffers.expert_weights + row * choices;
-      router.route(logits + row * sublayer.into.outputs, given_of(step, sublayer, row), ids + row * choices, weights);
+      const int64_t* given = step.given == nullptr ? nullptr : step.given + row * step.given_stride + sublayer.layer * choices;
+      if (given != nullptr && *given < 0) given = nullptr;
+      if (!router.route(logits + row * sublayer.into.outputs, given, ids + row * choices, weights)) experts_exist = false;
       if (mixture.wide_weights) return;
       for_parts(choices, [&](int64_t i, int count) {
         store_lanes(weights + i, rounded(load_lanes<Part>(weights + i, count), static_cast<const T*>(nullptr)), count);
@@ -406,7 +391,7 @@ struct Run {
   }
 };
 
-// In the order of _OUTCOMES in kernels/cpu/sublayers.py. Nothing is written if the outcome is not kDone.
+// In the order of _OUTCOMES in kernels/cpu/sublayers.py. Nothing is written but with kDone and kNoSuchExpert.
 enum Outcome { kDone, kSlotBeyondPages, kNoMemory, kNoSuchLoraSlot, kNoSuchExpert };
 
 template <typename T>
@@ -418,17 +403,17 @@ Outcome run(Sublayers& sublayers, const Step& step) {
   if (has_lora && !lora.find(step.lora_slots, nullptr, step.rows, num_slots)) return kNoSuchLoraSlot;
   if (has_lora && sublayers.all.back().wanted_only)
     wanted_lora.find(step.lora_slots, step.wanted, step.num_wanted, num_slots);
-  if (!given_exist(sublayers, step)) return kNoSuchExpert;
   Buffers<T> buffers;
   if (!buffers.find(sublayers, step.rows, has_lora)) return kNoMemory;
-  ExpertsWork<T> experts;
+  ExpertsWork experts;
+  std::atomic<bool> experts_exist{true};
   for (const Sublayer& one : sublayers.all)
     if (one.kind == kExperts &&
-        !experts.reserve(one.mixture().layer, step.rows, one.mixture().rule.choices, has_lora))
+        !reserve_experts<T>(experts, one.mixture().layer, step.rows, one.mixture().rule.choices, has_lora))
       return kNoMemory;
   const int64_t bytes = sublayers.mean_bytes(sizeof(T)) * (1 + step.rows / 8);
   run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
-    Run<T> mine{step, buffers, sublayers.memory.attention, experts, worker, wanted_lora, step.rows,
+    Run<T> mine{step, buffers, sublayers.memory.attention, experts, experts_exist, worker, wanted_lora, step.rows,
                 has_lora ? &lora : nullptr, step.chosen};
     bool has_x = step.has_x;
     for (const Sublayer& sublayer : sublayers.all) {
@@ -436,7 +421,7 @@ Outcome run(Sublayers& sublayers, const Step& step) {
       has_x = true;
     }
   });
-  return kDone;
+  return experts_exist ? kDone : kNoSuchExpert;
 }
 
 }  // namespace

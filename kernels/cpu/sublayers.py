@@ -203,8 +203,8 @@ class Sublayers:
             has_x: Whether x has contents.
 
         Raises:
-            IndexError: A slot is beyond the last page, or of no adapter, or a given expert does not exist.
-                Nothing is written then.
+            IndexError: A slot is beyond the last page, or of no adapter: nothing is written then. Or a given
+                expert does not exist.
             MemoryError: There is not enough for so many rows. Nothing is written then.
             ValueError: The numbers of rows, or a context and its page table, do not fit each other.
         """

@@ -72,8 +72,8 @@ MISTAKES = {
     ),
     "a row of another token": of_experts(
         "experts.cpp",
-        "own.token_of[place] = own.groups.pairs[place] / a.choices;",
-        "own.token_of[place] = own.groups.pairs[place] % a.tokens;",
+        "const int64_t token = groups.pairs[place] / a.choices;",
+        "const int64_t token = groups.pairs[place] % a.tokens;",
     ),
     "a second tile is the first": of_experts(
         "packed_product.cpp", "sums + row * stride, stride,", "sums, stride,"

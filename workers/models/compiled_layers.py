@@ -151,7 +151,7 @@ def _gate_of(body: Body) -> Linear | None:
 
 def _can_compile_body(body: Body, *, is_split: bool) -> bool:
     if isinstance(body, Experts):
-        return body.can_compile
+        return body.compiled() is not None
     return (
         isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
         and not (isinstance(body, RecurrentMixer) and body.within)
@@ -196,6 +196,7 @@ def _of_body(body: Body, ropes: Sequence[RopeSpec], keep: list[object]) -> subla
 
 def _of_experts(body: Experts, keep: list[object]) -> sublayers.Sublayer:
     mixture, into = body.compiled(), _matrix(body.router, keep)
+    assert mixture is not None
     keep.append(mixture)
     found = sublayers.Sublayer(rope=-1, kind=sublayers.EXPERTS, layer=body.index, into=into)
     found.out.outputs, found.weights = into.inputs, ctypes.addressof(mixture)

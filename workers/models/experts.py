@@ -162,15 +162,12 @@ class Experts(Body):
         """That of rows."""
         return matrix_of(self.down, 0).dtype
 
-    @property
-    def can_compile(self) -> bool:
-        """Whether packed ones can be part of compiled sublayers."""
-        are_packed = isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
-        return are_packed and self.router.weight.compiled is not None and self._latent is None
-
-    def compiled(self) -> Mixture:
-        """What compiled sublayers need besides the router. Keeps nothing alive."""
-        assert isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
+    def compiled(self) -> Mixture | None:
+        """What compiled sublayers need besides the router; None: there are none. Keeps nothing alive."""
+        if not isinstance(self.gate_up, PackedWeights) or not isinstance(self.down, PackedWeights):
+            return None
+        if self.router.weight.compiled is None or self._latent is not None:
+            return None
         config, biases = self._config, self._biases
         into, out_of = self._into.lora, self._out_of.lora
         layer = described(
