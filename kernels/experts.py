@@ -204,8 +204,10 @@ def experts(  # noqa: PLR0913 - keyword-only options of one formula
             batch_invariant=batch_invariant,
         )
     if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
-        number = ACTIVATIONS.index(activation)
-        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, number, biases, lora)
+        tables = None if lora is None else (lora.gate_up, lora.down)
+        layer = cpu.described(gate_up, down, ACTIVATIONS.index(activation), biases, tables)
+        slots = None if lora is None else lora.slots
+        return cpu.experts(x, layer, expert_ids, expert_weights, slots)
     return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation, biases, lora)
 
 

@@ -1,19 +1,14 @@
-// A mixture of experts with packed or quantised weights: see packed_product.h, grouped_product.h and float8_product.h.
-// The products of all experts run in one call, divided among threads by (expert, blocks of outputs). The weight of a
-// chosen expert is read once for all of its rows; other experts are not read.
-//
-// The bits of a row depend neither on the other rows, nor on the number of threads.
+// The chosen experts of tokens: see experts.h. kernels/experts.py checks the arguments.
+
+#include "experts.h"
 
 #include <algorithm>
-#include <vector>
+#include <type_traits>
 
 #include "dequantised_product.h"
 #include "float8_product.h"
 #include "gates.h"
-#include "grouped_product.h"
-#include "lora.h"
 #include "packed_product.h"
-#include "threads.h"
 
 namespace quire {
 namespace {
@@ -21,129 +16,24 @@ namespace {
 // The outputs of a task, in blocks.
 constexpr int64_t kTaskBlocks = 4;
 
-// Plain data, filled by kernels/cpu/experts.py: the fields of these two must agree.
-
-// The matrices [O, I] of a projection of all experts.
-struct Projection {
-  const MatrixPart* parts;  // [E, num_parts], one after the other; those without outputs fill up
-  const void* bias;         // [E, O], or null
-  int64_t num_parts, outputs, inputs;
-  int64_t has_plain, has_rounded;  // whether parts multiply rows as they are, or rounded
-
-  const MatrixPart& part(int64_t expert, int64_t index) const { return parts[expert * num_parts + index]; }
-
-  // That of the outputs of a part, or null.
-  template <typename T>
-  const T* bias_of(int64_t expert, int64_t index) const {
-    if (bias == nullptr) return nullptr;
-    const T* found = static_cast<const T*>(bias) + expert * outputs;
-    for (int64_t before = 0; before < index; before++) found += part(expert, before).outputs;
-    return found;
-  }
-};
-
-// The adapters of a projection of all experts.
-struct ExpertLora {
-  const LoraPairs* const* slots;  // those of each expert; null: the slot adds nothing
-  int64_t num_slots;
-};
-
-// A pair is a token and one of its k choices; T * k of them are numbered by token. Strides are in elements. Copies have the
-// type of inputs, and rows filled up to whole steps; there are none if rows need no copy.
-struct Arguments {
-  void* out;                     // [T, C] contiguous
-  const void* x;                 // [T, C]
-  Projection gate_up, down;      // [2 * I, C], or [I, C] without gates; and [C, I]
-  const int64_t* expert_ids;     // [T, k]
-  const float* expert_weights;   // [T, k]
-  // Scratch: [T * k, 2 * I] and [T * k, I] by expert; [T * k, C] by pair, at first for the rows of x by expert.
-  void *both, *inner, *results;
-  void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
-  void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if rows are rounded
-  int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
-  int64_t activation;            // see `with_activation`
-  const int32_t* lora_slots;     // [T]; null: no token has an adapter
-  ExpertLora gate_up_lora, down_lora;
-  void *lora_inner, *lora_inner_copies, *lora_x_copies;  // as in LoraScratch, of pairs
-};
-
-// The pairs sorted by expert; those of one expert in their original order.
-struct Groups {
-  std::vector<int64_t> pairs;   // [T * k]
-  std::vector<int64_t> owners;  // [T * k], the expert of each
-  std::vector<int64_t> starts;  // [E + 1], the index of each expert's first pair
-  std::vector<int64_t> chosen;  // experts that have a pair
-
-  // False if an expert id is out of range.
-  bool fill(const Arguments& a) {
-    const int64_t count = a.tokens * a.choices;
-    std::vector<int64_t> next(a.experts);
-    for (int64_t pair = 0; pair < count; pair++) {
-      const int64_t expert = a.expert_ids[pair];
-      if (expert < 0 || expert >= a.experts) return false;
-      next[expert]++;
-    }
-    starts.assign(a.experts + 1, 0);
-    for (int64_t expert = 0; expert < a.experts; expert++) {
-      if (next[expert] > 0) chosen.push_back(expert);
-      starts[expert + 1] = starts[expert] + next[expert];
-      next[expert] = starts[expert];
-    }
-    pairs.resize(count);
-    owners.resize(count);
-    for (int64_t pair = 0; pair < count; pair++) {
-      const int64_t expert = a.expert_ids[pair], place = next[expert]++;
-      pairs[place] = pair;
-      owners[place] = expert;
-    }
-    return true;
-  }
-};
-
-// What adapters add to the pairs. Those of one expert and one adapter have a number, which is their slot in tables of the
-// call.
-struct Adapted {
-  std::vector<LoraPairs> gate_up, down;
-  LoraRows rows;  // by their index in `Groups::pairs`
-
-  // False if there is no such slot.
-  bool find(const Arguments& a, const Groups& groups) {
-    if (a.lora_slots == nullptr) return true;
-    std::vector<int32_t> numbers(groups.pairs.size(), -1), slots;
-    for (const int64_t expert : groups.chosen) {
-      const size_t first = slots.size();
-      for (int64_t place = groups.starts[expert]; place < groups.starts[expert + 1]; place++) {
-        const int32_t slot = a.lora_slots[groups.pairs[place] / a.choices];
-        if (slot >= a.gate_up_lora.num_slots) return false;
-        if (slot < 0) continue;
-        const LoraPairs *into = a.gate_up_lora.slots[slot], *out = a.down_lora.slots[slot];
-        if (into == nullptr && out == nullptr) continue;
-        const auto found = std::find(slots.begin() + first, slots.end(), slot);
-        numbers[place] = static_cast<int32_t>(found - slots.begin());
-        if (found != slots.end()) continue;
-        slots.push_back(slot);
-        gate_up.push_back(into == nullptr ? LoraPairs{} : into[expert]);
-        down.push_back(out == nullptr ? LoraPairs{} : out[expert]);
-      }
-    }
-    return rows.find(numbers.data(), nullptr, groups.pairs.size(), slots.size());
-  }
-};
-
-// What a projection multiplies, and where results go: of each pair, by its index in `Groups::pairs`.
+// What a projection multiplies, and where results go: of each pair, by its index in `ExpertGroups::pairs`.
 template <typename T>
 struct Rows {
-  std::vector<const T*> plain;             // rows [I], which are rounded for some weights in groups
-  std::vector<const InputOf<T>*> inputs;   // the same as other weights take them
-  std::vector<T*> results;                 // rows [O]
+  const T** plain;            // rows [I], which are rounded for some weights in groups
+  const InputOf<T>** inputs;  // the same as other weights take them
+  T** results;                // rows [O]
 
-  explicit Rows(int64_t pairs) : plain(pairs), inputs(pairs), results(pairs) {}
+  void take(Arrays& from, int64_t pairs) {
+    from.take(plain, pairs);
+    from.take(inputs, pairs);
+    from.take(results, pairs);
+  }
 };
 
 // Rounds one group of the row of a pair, if the weight of its expert multiplies rounded rows.
 template <typename T>
-void round_pair(const Groups& groups, const Projection& projection, int64_t index, const Rows<T>& rows, RowGroup* rounded,
-                int64_t place, int64_t group) {
+void round_pair(const ExpertGroups& groups, const ExpertsProjection& projection, int64_t index, const Rows<T>& rows,
+                RowGroup* rounded, int64_t place, int64_t group) {
   const int64_t expert = groups.owners[place], start = groups.starts[expert];
   const MatrixPart& part = projection.part(expert, index);
   if (!part.rounds_rows()) return;
@@ -155,13 +45,13 @@ void round_pair(const Groups& groups, const Projection& projection, int64_t inde
 
 // The results of an expert's rows and some blocks of a part of its matrix.
 template <typename T>
-void multiply_part(const Groups& groups, const Projection& projection, int64_t expert, int64_t index,
+void multiply_part(const ExpertGroups& groups, const ExpertsProjection& projection, int64_t expert, int64_t index,
                    const Rows<T>& rows, const RowGroup* rounded, int64_t begin, int64_t end) {
   const int64_t start = groups.starts[expert], stop = groups.starts[expert + 1];
   const MatrixPart& part = projection.part(expert, index);
   const T* bias = projection.template bias_of<T>(expert, index);
   if (!part.rounds_rows()) {
-    Products<T> products{nullptr, bias, rows.inputs.data() + start, rows.results.data() + start, stop - start,
+    Products<T> products{nullptr, bias, rows.inputs + start, rows.results + start, stop - start,
                          projection.inputs, part.outputs};
     if (part.is_float8()) {
       const Float8Weight weight{static_cast<const uint8_t*>(part.weight), projection.inputs, part.scale_inputs};
@@ -176,7 +66,7 @@ void multiply_part(const Groups& groups, const Projection& projection, int64_t e
                                       part.format,
                                       bias,
                                       rounded + first * groups_of(projection.inputs),
-                                      rows.results.data() + first,
+                                      rows.results + first,
                                       std::min(kRoundedRows, stop - first),
                                       projection.inputs,
                                       part.outputs};
@@ -186,7 +76,7 @@ void multiply_part(const Groups& groups, const Projection& projection, int64_t e
 
 // The products of all experts. Afterwards the results point to the last part. All workers must call this.
 template <typename T>
-void project(const Groups& groups, const Projection& projection, Rows<T>& rows, RowGroup* rounded,
+void project(const ExpertGroups& groups, const ExpertsProjection& projection, Rows<T>& rows, RowGroup* rounded,
              const Worker& worker) {
   const int64_t pairs = static_cast<int64_t>(groups.pairs.size()), num_groups = groups_of(projection.inputs);
   const int64_t tasks = (blocks_of(projection.outputs) + kTaskBlocks - 1) / kTaskBlocks;  // of an expert, at most
@@ -208,24 +98,26 @@ void project(const Groups& groups, const Projection& projection, Rows<T>& rows, 
   }
 }
 
-// The results of a token's experts, weighted and summed in the order of its choices.
+// The results [k, C] of a token's experts, weighted and summed in the order of its choices.
 template <typename T>
-void add_up(const Arguments& a, int64_t token) {
-  const T* results = static_cast<const T*>(a.results) + token * a.choices * a.width;
+void add_up(const ExpertsArguments& a, const T* results, int64_t token) {
+  const int64_t width = a.layer->width();
   const float* weights = a.expert_weights + token * a.choices;
-  for_parts(a.width, [&](int64_t d, int count) {
+  T* out = static_cast<T*>(a.out) + token * width;
+  for_parts(width, [&](int64_t d, int count) {
     Part total = load_lanes<Part>(results + d, count) * splat<Part>(weights[0]);
     for (int64_t choice = 1; choice < a.choices; choice++)
-      total += load_lanes<Part>(results + choice * a.width + d, count) * splat<Part>(weights[choice]);
-    store_lanes(static_cast<T*>(a.out) + token * a.width + d, total, count);
+      total += load_lanes<Part>(results + choice * width + d, count) * splat<Part>(weights[choice]);
+    if (a.adds) total = rounded(total, out) + load_lanes<Part>(out + d, count);
+    store_lanes(out + d, total, count);
   });
 }
 
 // The address of a row of inputs for a product: its own, or that of its copy, which is made now.
 template <typename T>
-const InputOf<T>* as_inputs(const T* row, void* copies, int64_t index, int64_t inputs) {
+const InputOf<T>* as_inputs(const T* row, InputOf<T>* copies, int64_t index, int64_t inputs) {
   if (!needs_copy<T>(inputs)) return reinterpret_cast<const InputOf<T>*>(row);
-  InputOf<T>* copy = static_cast<InputOf<T>*>(copies) + index * copied_row(inputs);
+  InputOf<T>* copy = copies + index * copied_row(inputs);
   copy_row(copy, row, inputs);
   return copy;
 }
@@ -241,7 +133,7 @@ constexpr bool kGathers = false;
 
 // The bytes that are read of the chosen experts' weights.
 template <typename T>
-int64_t weight_bytes(const Groups& groups, const Projection& projection) {
+int64_t weight_bytes(const ExpertGroups& groups, const ExpertsProjection& projection) {
   int64_t bytes = 0;
   for (const int64_t expert : groups.chosen)
     for (int64_t index = 0; index < projection.num_parts; index++)
@@ -249,72 +141,174 @@ int64_t weight_bytes(const Groups& groups, const Projection& projection) {
   return bytes;
 }
 
+// Space for rows in between.
+template <typename T>
+struct Space {
+  T *both, *inner, *results;  // [T * k, 2 * I], [T * k, I] by expert; [T * k, C] by pair, at first the rows of x by expert
+  InputOf<T> *x_copies, *inner_copies;  // [T, C] and [T * k, I] by expert, if rows need copies
+  RowGroup* rounded;                    // of [T * k, C] or [T * k, I] by expert, if rows are rounded
+  LoraScratch<T> lora;
+  const InputOf<T>** tokens;  // the rows of x as weights take them that do not round rows
+  int64_t* token_of;          // of each pair, by its index in `ExpertGroups::pairs`
+  Rows<T> outer_rows, inner_rows;
+
+  Space(Arrays& from, const ExpertLayer& layer, int64_t num_tokens, int64_t choices, bool has_lora) {
+    const int64_t width = layer.width(), inner_width = layer.inner_width(), widest = std::max(width, inner_width);
+    const int64_t pairs = num_tokens * choices, adapted = has_lora ? std::min(pairs, kLoraRows) : 0;
+    const bool rounds = layer.gate_up.has_rounded || layer.down.has_rounded;
+    from.take(both, pairs * layer.gate_up.outputs);
+    from.take(inner, pairs * inner_width);
+    from.take(results, pairs * width);
+    from.take(x_copies, layer.gate_up.has_plain && needs_copy<T>(width) ? num_tokens * copied_row(width) : 0);
+    from.take(inner_copies, layer.down.has_plain && needs_copy<T>(inner_width) ? pairs * copied_row(inner_width) : 0);
+    from.take(rounded, rounds ? pairs * groups_of(widest) : 0);
+    from.take(lora.inner, adapted * kLoraRanks);
+    from.take(lora.inner_copies, adapted * kLoraRanks);
+    from.take(lora.x_copies, adapted * copied_row(widest));
+    from.take(tokens, num_tokens);
+    from.take(token_of, pairs);
+    outer_rows.take(from, pairs);
+    inner_rows.take(from, pairs);
+  }
+};
+
 template <typename Activation, typename T>
-bool run(const Arguments& a) {
-  Groups groups;
-  if (!groups.fill(a)) return false;
-  const int64_t pairs = a.tokens * a.choices, both_width = a.gate_up.outputs;
-  const int64_t bytes = weight_bytes<T>(groups, a.gate_up) + weight_bytes<T>(groups, a.down) +
-                        pairs * a.width * static_cast<int64_t>(sizeof(T));
+void run_activated(const ExpertsArguments& a, const ExpertsWork& work, const Worker& worker) {
+  const ExpertLayer& layer = *a.layer;
+  const ExpertGroups& groups = work.groups;
+  const AdaptedPairs& adapted = work.adapted;
+  Arrays arrays(work.scratch.begin());
+  Space<T> space(arrays, layer, a.tokens, a.choices, a.lora_slots != nullptr);
+  Rows<T>&outer_rows = space.outer_rows, &inner_rows = space.inner_rows;
+  const int64_t pairs = a.tokens * a.choices, both_width = layer.gate_up.outputs;
+  const int64_t width = layer.width(), inner_width = layer.inner_width();
   const T* x = static_cast<const T*>(a.x);
-  T *both = static_cast<T*>(a.both), *inner = static_cast<T*>(a.inner), *results = static_cast<T*>(a.results);
-  Adapted adapted;
-  if (!adapted.find(a, groups)) return false;
   const bool is_adapted = !adapted.rows.groups.empty();
   const int64_t num_adapted = static_cast<int64_t>(adapted.gate_up.size());
-  const LoraTable into_lora{adapted.gate_up.data(), num_adapted, {a.inner_width, a.inner_width}};
-  const LoraTable out_lora{adapted.down.data(), num_adapted, {a.width}};
-  const LoraScratch<T> scratch{static_cast<T*>(a.lora_inner), static_cast<InputOf<T>*>(a.lora_inner_copies),
-                               static_cast<InputOf<T>*>(a.lora_x_copies)};
-  std::vector<int64_t> token_of(is_adapted ? pairs : 0);
-  for (size_t place = 0; place < token_of.size(); place++) token_of[place] = groups.pairs[place] / a.choices;
-  std::vector<const InputOf<T>*> tokens(a.tokens);
-  Rows<T> outer_rows(pairs), inner_rows(pairs);
-  run_together(threads_for(bytes, a.threads), [&](const Worker& worker) {
-    RowGroup* rounded = static_cast<RowGroup*>(a.rounded);
-    if (a.gate_up.has_plain)
-      worker.for_shares(a.tokens, [&](int64_t token) {
-        tokens[token] = as_inputs(x + token * a.x_stride, a.x_copy, token, a.width);
-      });
-    worker.for_shares(pairs, [&](int64_t place) {
-      const int64_t token = groups.pairs[place] / a.choices;
-      outer_rows.plain[place] = x + token * a.x_stride;
-      outer_rows.inputs[place] = tokens[token];
-      if constexpr (kGathers<T>)
-        if (a.gate_up.has_plain && a.width % kGroupInputs == 0) {
-          T* gathered = results + place * a.width;  // where there is nothing yet
-          outer_rows.inputs[place] = std::copy_n(tokens[token], a.width, gathered) - a.width;
-        }
-      outer_rows.results[place] = both + place * both_width;
-      inner_rows.results[place] = results + groups.pairs[place] * a.width;
+  const LoraTable into_lora{adapted.gate_up.data(), num_adapted, {inner_width, inner_width}};
+  const LoraTable out_lora{adapted.down.data(), num_adapted, {width}};
+  if (layer.gate_up.has_plain)
+    worker.for_shares(a.tokens, [&](int64_t token) {
+      space.tokens[token] = as_inputs(x + token * a.x_stride, space.x_copies, token, width);
     });
-    project<T>(groups, a.gate_up, outer_rows, rounded, worker);
-    if (is_adapted)
-      add_lora<T>(both, x, a.x_stride, a.width, into_lora, adapted.rows, scratch, worker, {token_of.data(), nullptr});
-    worker.for_shares(pairs, [&](int64_t place) {
-      T *row = inner + place * a.inner_width, *gate = both + place * both_width;
-      multiply_gate<Activation>(row, gate, gate + both_width - a.inner_width, a.inner_width);
-      inner_rows.plain[place] = row;
-      if (a.down.has_plain) inner_rows.inputs[place] = as_inputs(inner_rows.plain[place], a.inner_copy, place, a.inner_width);
-    });
-    project<T>(groups, a.down, inner_rows, rounded, worker);
-    if (is_adapted)
-      add_lora<T>(results, inner, a.inner_width, a.inner_width, out_lora, adapted.rows, scratch, worker,
-                  {nullptr, groups.pairs.data()});
-    worker.for_shares(a.tokens, [&](int64_t token) { add_up<T>(a, token); });
+  worker.for_shares(pairs, [&](int64_t place) {
+    const int64_t token = groups.pairs[place] / a.choices;
+    space.token_of[place] = token;
+    outer_rows.plain[place] = x + token * a.x_stride;
+    outer_rows.inputs[place] = space.tokens[token];
+    if constexpr (kGathers<T>)
+      if (layer.gate_up.has_plain && width % kGroupInputs == 0) {
+        T* gathered = space.results + place * width;  // where there is nothing yet
+        outer_rows.inputs[place] = std::copy_n(space.tokens[token], width, gathered) - width;
+      }
+    outer_rows.results[place] = space.both + place * both_width;
+    inner_rows.results[place] = space.results + groups.pairs[place] * width;
   });
+  project<T>(groups, layer.gate_up, outer_rows, space.rounded, worker);
+  if (is_adapted)
+    add_lora<T>(space.both, x, a.x_stride, width, into_lora, adapted.rows, space.lora, worker, {space.token_of, nullptr});
+  worker.for_shares(pairs, [&](int64_t place) {
+    T *row = space.inner + place * inner_width, *gate = space.both + place * both_width;
+    multiply_gate<Activation>(row, gate, gate + both_width - inner_width, inner_width);
+    inner_rows.plain[place] = row;
+    if (layer.down.has_plain) inner_rows.inputs[place] = as_inputs(row, space.inner_copies, place, inner_width);
+  });
+  project<T>(groups, layer.down, inner_rows, space.rounded, worker);
+  if (is_adapted)
+    add_lora<T>(space.results, space.inner, inner_width, inner_width, out_lora, adapted.rows, space.lora, worker,
+                {nullptr, groups.pairs.data()});
+  worker.for_shares(a.tokens, [&](int64_t token) { add_up<T>(a, space.results + token * a.choices * width, token); });
+}
+
+}  // namespace
+
+bool ExpertGroups::fill(const ExpertsArguments& a) {
+  const int64_t count = a.tokens * a.choices, experts = a.layer->experts;
+  std::vector<int64_t> next(experts);
+  for (int64_t pair = 0; pair < count; pair++) {
+    const int64_t expert = a.expert_ids[pair];
+    if (expert < 0 || expert >= experts) return false;
+    next[expert]++;
+  }
+  chosen.clear();
+  starts.assign(experts + 1, 0);
+  for (int64_t expert = 0; expert < experts; expert++) {
+    if (next[expert] > 0) chosen.push_back(expert);
+    starts[expert + 1] = starts[expert] + next[expert];
+    next[expert] = starts[expert];
+  }
+  pairs.resize(count);
+  owners.resize(count);
+  for (int64_t pair = 0; pair < count; pair++) {
+    const int64_t expert = a.expert_ids[pair], place = next[expert]++;
+    pairs[place] = pair;
+    owners[place] = expert;
+  }
   return true;
 }
 
+bool AdaptedPairs::find(const ExpertsArguments& a, const ExpertGroups& groups) {
+  const ExpertLora &into_lora = a.layer->gate_up_lora, &out_lora = a.layer->down_lora;
+  gate_up.clear();
+  down.clear();
+  rows.groups.clear();
+  if (a.lora_slots == nullptr || into_lora.slots == nullptr) return true;
+  std::vector<int32_t> numbers(groups.pairs.size(), -1), slots;
+  for (const int64_t expert : groups.chosen) {
+    const size_t first = slots.size();
+    for (int64_t place = groups.starts[expert]; place < groups.starts[expert + 1]; place++) {
+      const int32_t slot = a.lora_slots[groups.pairs[place] / a.choices];
+      if (slot >= into_lora.num_slots) return false;
+      if (slot < 0) continue;
+      const LoraPairs *into = into_lora.slots[slot], *out = out_lora.slots[slot];
+      if (into == nullptr && out == nullptr) continue;
+      const auto found = std::find(slots.begin() + first, slots.end(), slot);
+      numbers[place] = static_cast<int32_t>(found - slots.begin());
+      if (found != slots.end()) continue;
+      slots.push_back(slot);
+      gate_up.push_back(into == nullptr ? LoraPairs{} : into[expert]);
+      down.push_back(out == nullptr ? LoraPairs{} : out[expert]);
+    }
+  }
+  return rows.find(numbers.data(), nullptr, groups.pairs.size(), slots.size());
+}
+
 template <typename T>
-bool run_activated(const Arguments& a) {
-  bool found = false;
-  with_activation(a.activation, [&](auto activation) { found = run<decltype(activation), T>(a); });
-  return found;
+bool reserve_experts(ExpertsWork& work, const ExpertLayer& layer, int64_t tokens, int64_t choices, bool has_lora) {
+  Arrays needed(0);
+  Space<T>(needed, layer, tokens, choices, has_lora);
+  return work.scratch.reserve(needed.bytes());
+}
+
+template <typename T>
+void run_experts(const ExpertsArguments& a, const ExpertsWork& work, const Worker& worker) {
+  with_activation(a.layer->activation,
+                  [&](auto activation) { run_activated<decltype(activation), T>(a, work, worker); });
+}
+
+template bool reserve_experts<Bf16>(ExpertsWork&, const ExpertLayer&, int64_t, int64_t, bool);
+template bool reserve_experts<float>(ExpertsWork&, const ExpertLayer&, int64_t, int64_t, bool);
+template void run_experts<Bf16>(const ExpertsArguments&, const ExpertsWork&, const Worker&);
+template void run_experts<float>(const ExpertsArguments&, const ExpertsWork&, const Worker&);
+
+namespace {
+
+// In the order of _OUTCOMES in kernels/cpu/experts.py.
+enum Outcome { kDone, kNoSuchExpertOrSlot, kNoMemory };
+
+template <typename T>
+Outcome run(const ExpertsArguments& a, int64_t threads) {
+  ExpertsWork work;
+  if (!reserve_experts<T>(work, *a.layer, a.tokens, a.choices, a.lora_slots != nullptr)) return kNoMemory;
+  if (!work.prepare(a)) return kNoSuchExpertOrSlot;
+  const int64_t bytes = weight_bytes<T>(work.groups, a.layer->gate_up) + weight_bytes<T>(work.groups, a.layer->down) +
+                        a.tokens * a.choices * a.layer->width() * static_cast<int64_t>(sizeof(T));
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) { run_experts<T>(a, work, worker); });
+  return kDone;
 }
 
 }  // namespace
 }  // namespace quire
 
-// False if an expert id or a slot is out of range; nothing is computed then.
-QUIRE_EXPORT(bool, quire_experts, (const quire::Arguments* a), quire::run_activated, (*a))
+// Nothing is computed if the outcome is not kDone.
+QUIRE_EXPORT(int, quire_experts, (const quire::ExpertsArguments* a, int64_t threads), quire::run, (*a, threads))

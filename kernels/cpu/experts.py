@@ -5,46 +5,51 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.library import integers, pointers
-from kernels.cpu.linear import MatrixPart, copied_rows, rounded_rows
-from kernels.cpu.lora import ExpertsLora, Scratch
+from kernels.cpu.linear import MatrixPart
+from kernels.cpu.lora import ExpertsLora
 from kernels.group_formats import CompiledFormat
 from kernels.weight import CompiledPart, Weight
 
 if TYPE_CHECKING:
-    from kernels.expert_lora import ExpertAdapters
+    from kernels.expert_lora import ExpertTable
 
 
-class _Projection(ctypes.Structure):
-    """The struct of the same name in experts.cpp: the fields must agree."""
+class ExpertsProjection(ctypes.Structure):
+    """The struct of the same name in experts.h: the fields must agree."""
 
     _fields_ = (*pointers("parts bias"), *integers("num_parts outputs inputs has_plain has_rounded"))
 
 
-class _Arguments(ctypes.Structure):
-    """The struct of the same name in experts.cpp: the fields must agree."""
+class ExpertLayer(ctypes.Structure):
+    """The struct of the same name in experts.h: the fields must agree."""
 
     _fields_ = (
-        *pointers("out x"),
-        ("gate_up", _Projection),
-        ("down", _Projection),
-        *pointers("expert_ids expert_weights both inner results x_copy inner_copy rounded"),
-        *integers("tokens choices experts width inner_width x_stride threads activation"),
-        *pointers("lora_slots"),
+        ("gate_up", ExpertsProjection),
+        ("down", ExpertsProjection),
         ("gate_up_lora", ExpertsLora),
         ("down_lora", ExpertsLora),
-        *pointers("lora_inner lora_inner_copies lora_x_copies"),
+        *integers("experts activation"),
+    )
+
+
+class _Arguments(ctypes.Structure):
+    """ExpertsArguments of experts.h: the fields must agree."""
+
+    _fields_ = (
+        *pointers("layer out x expert_ids expert_weights lora_slots"),
+        *integers("tokens choices x_stride adds"),
     )
 
 
 class PackedWeights:
-    """The weights [O, I] of experts as kernels read them, and a description of them for experts.cpp.
+    """The weights [O, I] of experts as kernels read them, and a description of them for experts.h.
 
     Attributes:
         projection: The description, which would be slow to make in every step.
@@ -59,7 +64,7 @@ class PackedWeights:
         self._parts = (MatrixPart * len(every))(*every)
         forms = [part.form for part in itertools.chain(*parts)]
         rounded = [form is not None and bool(CompiledFormat.from_address(form).rounds_rows) for form in forms]
-        self.projection = _Projection(
+        self.projection = ExpertsProjection(
             ctypes.addressof(self._parts), None, count, *weights[0].shape, not all(rounded), any(rounded)
         )
 
@@ -70,67 +75,59 @@ class PackedWeights:
         return self._weights[expert]
 
 
-def experts(
-    x: torch.Tensor,
+def described(
     gate_up: PackedWeights,
     down: PackedWeights,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
     activation: int,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-    lora: ExpertAdapters | None = None,
+    lora: tuple[ExpertTable, ExpertTable] | None = None,
+) -> ExpertLayer:
+    """The experts of a layer as experts.h has them. Keeps nothing alive; for the rest see `experts`."""
+    layer = ExpertLayer(gate_up.projection, down.projection, experts=len(gate_up), activation=activation)
+    if biases is not None:
+        layer.gate_up.bias, layer.down.bias = (bias.data_ptr() for bias in biases)
+    if lora is not None:
+        layer.gate_up_lora, layer.down_lora = (table.compiled.described for table in lora)
+    return layer
+
+
+# By the numbers of Outcome in experts.cpp.
+_OUTCOMES: dict[int, tuple[type[Exception], str]] = {
+    1: (IndexError, "expert_ids, lora: there is no such expert, or no such slot"),
+    2: (MemoryError, "there is not enough memory for so many rows"),
+}
+
+
+def experts(
+    x: torch.Tensor,
+    layer: ExpertLayer,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.experts.experts`, which checks the arguments. The activation is its place in ACTIVATIONS.
+    """See `kernels.experts.experts`, which checks the arguments. `slots`: [T], the adapter of each token.
 
     Raises:
         IndexError: An expert id or a slot is out of range.
+        MemoryError: There is not enough for so many rows.
     """
-    (tokens, width), choices = x.shape, expert_ids.shape[1]
-    pairs, inner_width = tokens * choices, down[0].shape[1]
-    out = torch.empty(tokens, width, dtype=x.dtype)  # [T, C]
-    both = torch.empty(pairs, gate_up[0].shape[0], dtype=x.dtype)  # [T * k, 2 * I], or [T * k, I]
-    inner = torch.empty(pairs, inner_width, dtype=x.dtype)  # [T * k, I]
-    results = torch.empty(pairs, width, dtype=x.dtype)  # [T * k, C]
-    into, out_of = gate_up.projection, down.projection
-    scratch = (
-        copied_rows(x.dtype, tokens, width) if into.has_plain else None,
-        copied_rows(x.dtype, pairs, inner_width) if out_of.has_plain else None,
-        rounded_rows(pairs, max(width, inner_width)) if into.has_rounded or out_of.has_rounded else None,
-    )
     expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.float().contiguous()
+    slots = None if slots is None else slots.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)  # [T, C]
     arguments = _Arguments(
+        ctypes.addressof(layer),
         out.data_ptr(),
         x.data_ptr(),
-        into,
-        out_of,
         expert_ids.data_ptr(),
         expert_weights.data_ptr(),
-        both.data_ptr(),
-        inner.data_ptr(),
-        results.data_ptr(),
-        *(None if each is None else each.data_ptr() for each in scratch),
-        tokens,
-        choices,
-        len(gate_up),
-        width,
-        inner_width,
+        None if slots is None else slots.data_ptr(),
+        *expert_ids.shape,
         x.stride(0),
-        torch.get_num_threads(),
-        activation,
     )
-    if biases is not None:
-        arguments.gate_up.bias, arguments.down.bias = (bias.data_ptr() for bias in biases)
-    if lora is not None:
-        # A copy of a row is needed if one of the widths is odd.
-        lora_scratch = Scratch(x.dtype, pairs, max(width, inner_width) | (width | inner_width) & 1)
-        slots = lora.slots.contiguous()
-        arguments.lora_slots = slots.data_ptr()
-        arguments.gate_up_lora, arguments.down_lora = (
-            lora.gate_up.compiled.described,
-            lora.down.compiled.described,
-        )
-        arguments.lora_inner, arguments.lora_inner_copies, arguments.lora_x_copies = lora_scratch.addresses
-    run = library.function(f"quire_experts_{SUFFIXES[x.dtype]}", (ctypes.c_void_p,), ctypes.c_bool)
-    if not run(ctypes.addressof(arguments)):
-        raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}, and slots those that there are")
+    types = (ctypes.c_void_p, ctypes.c_int64)
+    run = library.function(f"quire_experts_{SUFFIXES[x.dtype]}", types, ctypes.c_int)
+    outcome = run(ctypes.addressof(arguments), torch.get_num_threads())
+    if outcome != 0:
+        kind, message = _OUTCOMES[cast(int, outcome)]
+        raise kind(message)
     return out

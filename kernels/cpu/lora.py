@@ -73,7 +73,7 @@ class Table:
 
 
 class ExpertsLora(ctypes.Structure):
-    """ExpertLora of experts.cpp: the fields must agree."""
+    """ExpertLora of experts.h: the fields must agree."""
 
     _fields_ = (*pointers("slots"), *integers("num_slots"))
 
@@ -82,7 +82,7 @@ class ExpertsTable:
     """As `Table`, for a projection of all experts of a layer.
 
     Attributes:
-        described: What experts.cpp reads.
+        described: What experts.h has.
     """
 
     def __init__(self, slots: int) -> None:

@@ -12,7 +12,7 @@ from kernels.cpu.library import doubles, integers, pointers
 from kernels.routing_rule import RoutingRule
 
 
-class _Rule(ctypes.Structure):
+class CompiledRule(ctypes.Structure):
     """RoutingRule of routing.h: the fields must agree."""
 
     _fields_ = (
@@ -21,6 +21,17 @@ class _Rule(ctypes.Structure):
         *doubles("scale eps"),
     )
 
+    @classmethod
+    def of(
+        cls, rule: RoutingRule, experts: int, k: int, normalize: bool, correction: torch.Tensor | None
+    ) -> CompiledRule:
+        """See `kernels.experts.route`. Does not keep the correction alive."""
+        return cls(
+            None if correction is None else correction.data_ptr(),
+            *(experts, k, normalize, rule.sigmoid, rule.groups, rule.best_groups),
+            *(rule.scale, rule.eps),
+        )
+
 
 class _Arguments(ctypes.Structure):
     """The struct of the same name in routing.cpp: the fields must agree."""
@@ -28,7 +39,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *pointers("logits given ids weights"),
         *integers("tokens threads"),
-        ("rule", _Rule),
+        ("rule", CompiledRule),
     )
 
 
@@ -56,11 +67,7 @@ def route(
         weights.data_ptr(),
         tokens,
         torch.get_num_threads(),
-        _Rule(
-            None if correction is None else correction.data_ptr(),
-            *(experts, k, normalize, rule.sigmoid, rule.groups, rule.best_groups),
-            *(rule.scale, rule.eps),
-        ),
+        CompiledRule.of(rule, experts, k, normalize, correction),
     )
     run = library.function(f"quire_route_{SUFFIXES[logits.dtype]}", (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):

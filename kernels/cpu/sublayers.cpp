@@ -6,124 +6,30 @@
 // width; N items.
 
 #include <algorithm>
-#include <iterator>
-#include <memory>
-#include <new>
-#include <numeric>
+#include <atomic>
 #include <vector>
 
 #include "attention.h"
 #include "causal_conv.h"
 #include "float8_product.h"
 #include "gated_activation.h"
-#include "gated_delta.h"
 #include "gates.h"
-#include "grouped_product.h"
 #include "kv_pages.h"
 #include "linear.h"
-#include "lora.h"
-#include "mamba2.h"
 #include "packed_product.h"
 #include "rms_norm.h"
 #include "rope_kv_write.h"
+#include "scratch.h"
+#include "sublayers.h"
 
 namespace quire {
 namespace {
 
-// Plain data, filled by kernels/cpu/sublayers.py: the fields of these four must agree.
-
-struct Norm {
-  const void* weight;  // null: the norm is left out
-  int64_t width, wide_weight;
-  double eps;
-};
-
-struct Matrix {
-  const MatrixPart* parts;  // one after the other
-  int64_t num_parts;
-  const void* bias;  // [outputs] or null
-  int64_t outputs, inputs;
-  const LoraTable* lora;  // or null
-  const float* scales;    // [outputs], which multiply the outputs, or null
-
-  int64_t bytes(int64_t element_bytes) const {
-    int64_t all = 0;
-    for (const MatrixPart* part = parts; part < parts + num_parts; part++) all += part->bytes(inputs, element_bytes);
-    return all;
-  }
-
-  bool rounds_rows() const {
-    return std::all_of(parts, parts + num_parts,
-                       [](const MatrixPart& part) { return part.format != nullptr && part.format->rounds_rows; });
-  }
-};
-
-// In the order of KINDS in kernels/cpu/sublayers.py.
-enum Kind : int64_t { kGatedMlp, kAttention, kShortConv, kMamba2, kGatedDelta };
-
-// What is the same in every step.
-struct Sublayer {
-  Norm before, after;
-  // Gates [H * D, C] if there are any, queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate, if
-  // there is one, and up, and down.
-  Matrix into, out;
-  double scale;
-  int64_t kind;
-  int64_t activation;          // of a gated MLP
-  int64_t is_beside;           // it reads the rows that the sublayer before it has read, and its output is added to that
-  Norm head_norm;              // [H + K, D]
-  Norm query_norm, key_norm;   // of whole rows
-  int64_t layer, rope, heads, kv_heads, width, window;  // rope: which rotations; -1: none
-  int64_t wanted_only;         // whether only the wanted rows are returned
-  int64_t has_gates;           // whether what is attended is multiplied by sigmoid(gate)
-  double attention_scale, softcap;
-  const float* sinks;          // [H], or null
-  const void *taps, *taps_bias;  // of a short convolution [L, C] and [C], or null; `layer` is that of its states
-  int64_t num_taps;
-  const void* scan;              // the weights; `layer` is that of the inputs of its convolution, its states are the next
-
-  const Mamba2Weights& mamba2() const { return *static_cast<const Mamba2Weights*>(scan); }
-  const GatedDeltaWeights& gated_delta() const { return *static_cast<const GatedDeltaWeights*>(scan); }
-  int64_t num_gates() const { return has_gates ? heads * width : 0; }
-
-  // Of how many rows a gated MLP is computed at a time: products of rounded rows read their weights for each kRoundedRows
-  // in any case, and what is between two of them takes less memory so. Other sublayers: all.
-  int64_t rows_at_once(int64_t rows, bool has_lora) const {
-    const bool parted = kind == kGatedMlp && !has_lora && into.rounds_rows() && out.rounds_rows();
-    return parted ? std::min(rows, kRoundedRows) : rows;
-  }
-};
-
-struct Step {
-  void *x, *residual;  // [T, C]; see `run`
-  const int64_t *slots, *wanted;
-  const float* const* rotations;  // [T, R] each
-  void *const *keys, *const *values;  // of each layer
-  const int32_t *tables, *starts, *contexts, *roots;  // as in attention_arguments.h
-  const uint64_t* ancestors;
-  const int32_t* lora_slots;  // [T]; null: no row has an adapter
-  int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
-  int64_t is_quantised, is_wide;  // of pages: see SlotOfHead
-  void* const* states;            // of each recurrent layer
-  StateRows state_rows;
-};
-
-// What a model's sublayers share. It grows to what the largest step needs, and is kept.
+// What a model's sublayers share. It is kept from step to step.
 struct Memory {
-  std::unique_ptr<char[]> scratch;
-  size_t scratch_bytes = 0;
+  Scratch scratch;
   AttentionWork attention;
   LoraRows lora, wanted_lora;  // of a step
-
-  // False if there is not so much memory.
-  bool reserve(size_t bytes) {
-    if (bytes <= scratch_bytes) return true;
-    scratch_bytes = 0;
-    scratch.reset();
-    scratch.reset(new (std::nothrow) char[bytes]);
-    if (scratch != nullptr) scratch_bytes = bytes;
-    return scratch != nullptr;
-  }
 };
 
 struct Sublayers {
@@ -135,22 +41,42 @@ struct Sublayers {
   // The mean size of a matrix.
   int64_t mean_bytes(int64_t element_bytes) const {
     int64_t bytes = 0;
-    for (const Sublayer& one : all) bytes += one.into.bytes(element_bytes) + one.out.bytes(element_bytes);
+    for (const Sublayer& one : all) bytes += one.bytes(element_bytes);
     return bytes / (2 * static_cast<int64_t>(all.size()));
   }
 };
 
-// Space for the rows of a step. All have the sublayers' type, but for the copies.
+// Space for the rows of a step. Without a type of their own elements have the sublayers' type.
 template <typename T>
 struct Buffers {
   T *normed, *wide, *inner, *gates;
   ScanSpace<T> scan;
-  InputOf<T>* copies;
-  LoraScratch<T> lora;
+  char* copies;
+  float *lora_inner, *lora_copies;     // of elements of the sublayers' type, or of float
+  float *router_rows, *router_logits;  // of routers in float32
+  int64_t* expert_ids;                 // [T, k]
+  float* expert_weights;               // likewise
 
   // False if there is not so much memory.
   bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
+    Arrays needed(0);
+    take(needed, sublayers, rows, has_lora);
+    if (!sublayers.memory.scratch.reserve(needed.bytes())) return false;
+    Arrays arrays(sublayers.memory.scratch.begin());
+    take(arrays, sublayers, rows, has_lora);
+    return true;
+  }
+
+  template <typename R>
+  LoraScratch<R> lora() const {
+    return {reinterpret_cast<R*>(lora_inner), reinterpret_cast<InputOf<R>*>(lora_copies),
+            reinterpret_cast<InputOf<R>*>(copies)};
+  }
+
+ private:
+  void take(Arrays& from, const Sublayers& sublayers, int64_t rows, bool has_lora) {
     int64_t width = 0, wide_size = 0, inner_size = 0, inputs = 0, num_gates = 0, convolved = 0, prepared = 0, scanned = 0;
+    int64_t choices = 0, wide_experts = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
       const int64_t at_once = one.rows_at_once(rows, has_lora);
@@ -158,40 +84,33 @@ struct Buffers {
       inner_size = std::max(inner_size, at_once * one.out.inputs);
       inputs = std::max(inputs, one.out.inputs);
       num_gates = std::max(num_gates, one.num_gates());
+      if (one.kind == kExperts) {
+        choices = std::max(choices, one.mixture().rule.choices);
+        if (one.mixture().wide_router) wide_experts = std::max(wide_experts, one.into.outputs);
+      }
       if (one.kind != kMamba2 && one.kind != kGatedDelta) continue;
       convolved = std::max(convolved, one.kind == kMamba2 ? one.mamba2().convolved() : one.gated_delta().convolved());
       prepared = std::max(prepared, one.into.outputs);
       scanned = std::max(scanned, one.out.inputs);
     }
     const int64_t widest = std::max(width, inputs);
-    const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(InputOf<T>));
+    const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(float));
     const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
-    const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(wide_size * sizeof(T)),
-                             whole(inner_size * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
-                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
-                             whole(rows * convolved * sizeof(T)), whole(rows * scanned * sizeof(float)),
-                             whole(rows * prepared * sizeof(float)), whole(rows * num_gates * sizeof(T))};
-    const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
-    if (!sublayers.memory.reserve(bytes)) return false;
-    char* at = sublayers.memory.scratch.get();
-    at += whole(reinterpret_cast<uintptr_t>(at)) - reinterpret_cast<uintptr_t>(at);
-    normed = reinterpret_cast<T*>(at);
-    wide = reinterpret_cast<T*>(at += sizes[0]);
-    inner = reinterpret_cast<T*>(at += sizes[1]);
-    copies = reinterpret_cast<InputOf<T>*>(at += sizes[2]);
-    lora.inner = reinterpret_cast<T*>(at += sizes[3]);
-    lora.inner_copies = reinterpret_cast<InputOf<T>*>(at += sizes[4]);
-    lora.x_copies = copies;
-    scan.convolved = reinterpret_cast<T*>(at += sizes[5]);
-    scan.scanned = reinterpret_cast<float*>(at += sizes[6]);
-    scan.prepared = reinterpret_cast<float*>(at += sizes[7]);
-    gates = reinterpret_cast<T*>(at += sizes[8]);
-    return true;
+    from.take(normed, rows * width);
+    from.take(wide, wide_size);
+    from.take(inner, inner_size);
+    from.take(copies, std::max(copied, rounded_bytes(rows, widest)));
+    from.take(lora_inner, ranks);
+    from.take(lora_copies, ranks);
+    from.take(scan.convolved, rows * convolved);
+    from.take(scan.scanned, rows * scanned);
+    from.take(scan.prepared, rows * prepared);
+    from.take(gates, rows * num_gates);
+    from.take(router_rows, wide_experts > 0 ? rows * width : 0);
+    from.take(router_logits, rows * wide_experts);
+    from.take(expert_ids, rows * choices);
+    from.take(expert_weights, rows * choices);
   }
-
- private:
-  static constexpr int64_t kLine = 64;
-  static int64_t whole(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 };
 
 // What one worker does of a step.
@@ -200,10 +119,13 @@ struct Run {
   const Step& step;
   const Buffers<T>& buffers;
   AttentionWork& work;
+  ExpertsWork& experts;
+  std::atomic<bool>& experts_exist;
   const Worker& worker;
   const LoraRows& wanted_lora;
   int64_t rows;
   const LoraRows* lora;  // null: no row has an adapter
+  int64_t* chosen;       // where the experts of the next mixture are captured, or null
 
   // x: the output of the last sublayer, if there is one, becomes that of this one. residual: x is added to it.
   void run(const Sublayer& sublayer, bool has_x) {
@@ -213,6 +135,7 @@ struct Run {
     else if (sublayer.kind == kShortConv) convolve(sublayer, entered);
     else if (sublayer.kind == kMamba2) scan(mamba2<T>, sublayer.mamba2(), sublayer, entered);
     else if (sublayer.kind == kGatedDelta) scan(gated_delta<T>, sublayer.gated_delta(), sublayer, entered);
+    else if (sublayer.kind == kExperts) mix(sublayer, entered);
     else gate(sublayer, entered);
     normalise(sublayer.after, static_cast<T*>(step.x), sublayer.out.outputs);
     if (sublayer.scale != 1.0) multiply_x(static_cast<float>(sublayer.scale), sublayer.out.outputs);
@@ -233,27 +156,29 @@ struct Run {
     return norm.weight == nullptr ? static_cast<const T*>(step.residual) : buffers.normed;
   }
 
-  void project(T* to, const Matrix& matrix, const T* from) {
+  // R: T, or float.
+  template <typename R>
+  void project(R* to, const Matrix& matrix, const R* from) {
     int64_t first = 0;  // output of a part
     for (const MatrixPart* part = matrix.parts; part < matrix.parts + matrix.num_parts; part++) {
-      const T* bias = matrix.bias == nullptr ? nullptr : static_cast<const T*>(matrix.bias) + first;
+      const R* bias = matrix.bias == nullptr ? nullptr : static_cast<const R*>(matrix.bias) + first;
       const LinearArguments product{to + first,    from,          part->weight,  bias,          buffers.copies, rows,
                                     matrix.inputs, part->outputs, matrix.inputs, matrix.outputs};
       if (part->format != nullptr) {
-        grouped_linear<T>(product, *part->format, worker);
+        grouped_linear<R>(product, *part->format, worker);
       } else if (part->is_float8()) {
         const Float8Weight weight{static_cast<const uint8_t*>(part->weight), matrix.inputs, part->scale_inputs};
-        float8_linear<T>(product, weight, worker);
+        float8_linear<R>(product, weight, worker);
       } else {
-        linear<T>(product, worker);
+        linear<R>(product, worker);
       }
       first += part->outputs;
     }
     if (lora != nullptr && matrix.lora != nullptr)
-      add_lora<T>(to, from, matrix.inputs, matrix.inputs, *matrix.lora, *lora, buffers.lora, worker);
+      add_lora<R>(to, from, matrix.inputs, matrix.inputs, *matrix.lora, *lora, buffers.template lora<R>(), worker);
     if (matrix.scales == nullptr) return;
     worker.for_shares(rows, [&](int64_t row) {
-      T* y = to + row * matrix.outputs;
+      R* y = to + row * matrix.outputs;
       for_lanes(matrix.outputs, [&](int64_t d, int count) {
         store_lanes(y + d, load_lanes(y + d, count) * load_lanes(matrix.scales + d, count), count);
       });
@@ -280,9 +205,67 @@ struct Run {
       rows = std::min(at_once, all - first);
       project(buffers.wide, sublayer.into, entered + first * sublayer.into.inputs);
       gated_activation<T>({buffers.inner, buffers.wide, rows, width, sublayer.into.outputs, sublayer.activation}, worker);
-      project(static_cast<T*>(step.x) + first * sublayer.out.outputs, sublayer.out, buffers.inner);
+      T* x = static_cast<T*>(step.x) + first * sublayer.out.outputs;
+      project<T>(x, sublayer.out, buffers.inner);
+      if (sublayer.row_gate.num_parts > 0) {
+        project(buffers.wide, sublayer.row_gate, entered + first * sublayer.into.inputs);
+        multiply_rows(x, buffers.wide, sublayer.out.outputs);
+      }
     }
     rows = all;
+  }
+
+  // Each row by the sigmoid of its gate, which is rounded first.
+  void multiply_rows(T* x, const T* gates, int64_t width) {
+    worker.for_shares(rows, [&](int64_t row) {
+      const Part open = splat<Part>(rounded(Sigmoid::of(load_lanes<Part>(gates + row, 1)), gates)[0]);
+      T* own = x + row * width;
+      for_parts(width, [&](int64_t d, int count) { store_lanes(own + d, load_lanes<Part>(own + d, count) * open, count); });
+    });
+  }
+
+  // The experts that are given, or that the router chooses.
+  void mix(const Sublayer& sublayer, const T* entered) {
+    const Mixture& mixture = sublayer.mixture();
+    const int64_t width = sublayer.into.inputs, choices = mixture.rule.choices;
+    int64_t* ids = chosen == nullptr ? buffers.expert_ids : chosen;
+    if (mixture.wide_router) {
+      worker.for_shares(rows, [&](int64_t row) {
+        for_lanes(width, [&](int64_t d, int count) {
+          store_lanes(buffers.router_rows + row * width + d, load_lanes(entered + row * width + d, count), count);
+        });
+      });
+      route<float>(sublayer, buffers.router_rows, buffers.router_logits, ids);
+    } else {
+      route<T>(sublayer, entered, buffers.wide, ids);
+    }
+    if (!experts_exist) return;
+    const int32_t* slots = lora == nullptr ? nullptr : step.lora_slots;
+    const ExpertsArguments arguments{&mixture.layer, step.x, entered, ids, buffers.expert_weights, slots, rows, choices,
+                                     width, sublayer.is_beside};
+    if (worker.index == 0) experts.prepare(arguments);
+    worker.barrier();
+    run_experts<T>(arguments, experts, worker);
+    if (chosen != nullptr) chosen += rows * choices;
+  }
+
+  // Writes the experts of each row to `ids` [T, k], and their weights.
+  template <typename R>
+  void route(const Sublayer& sublayer, const R* entered, R* logits, int64_t* ids) {
+    const Mixture& mixture = sublayer.mixture();
+    const int64_t choices = mixture.rule.choices;
+    project(logits, sublayer.into, entered);
+    Router router(mixture.rule);
+    worker.for_shares(rows, [&](int64_t row) {
+      float* weights = buffers.expert_weights + row * choices;
+      const int64_t* given = step.given == nullptr ? nullptr : step.given + row * step.given_stride + sublayer.layer * choices;
+      if (given != nullptr && *given < 0) given = nullptr;
+      if (!router.route(logits + row * sublayer.into.outputs, given, ids + row * choices, weights)) experts_exist = false;
+      if (mixture.wide_weights) return;
+      for_parts(choices, [&](int64_t i, int count) {
+        store_lanes(weights + i, rounded(load_lanes<Part>(weights + i, count), static_cast<const T*>(nullptr)), count);
+      });
+    });
   }
 
   void convolve(const Sublayer& sublayer, const T* entered) {
@@ -408,8 +391,8 @@ struct Run {
   }
 };
 
-// In the order of _OUTCOMES in kernels/cpu/sublayers.py. Nothing is written if the outcome is not kDone.
-enum Outcome { kDone, kSlotBeyondPages, kNoMemory, kNoSuchLoraSlot };
+// In the order of _OUTCOMES in kernels/cpu/sublayers.py. Nothing is written but with kDone and kNoSuchExpert.
+enum Outcome { kDone, kSlotBeyondPages, kNoMemory, kNoSuchLoraSlot, kNoSuchExpert };
 
 template <typename T>
 Outcome run(Sublayers& sublayers, const Step& step) {
@@ -422,17 +405,23 @@ Outcome run(Sublayers& sublayers, const Step& step) {
     wanted_lora.find(step.lora_slots, step.wanted, step.num_wanted, num_slots);
   Buffers<T> buffers;
   if (!buffers.find(sublayers, step.rows, has_lora)) return kNoMemory;
+  ExpertsWork experts;
+  std::atomic<bool> experts_exist{true};
+  for (const Sublayer& one : sublayers.all)
+    if (one.kind == kExperts &&
+        !reserve_experts<T>(experts, one.mixture().layer, step.rows, one.mixture().rule.choices, has_lora))
+      return kNoMemory;
   const int64_t bytes = sublayers.mean_bytes(sizeof(T)) * (1 + step.rows / 8);
   run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
-    Run<T> mine{step, buffers, sublayers.memory.attention, worker, wanted_lora, step.rows,
-                has_lora ? &lora : nullptr};
+    Run<T> mine{step, buffers, sublayers.memory.attention, experts, experts_exist, worker, wanted_lora, step.rows,
+                has_lora ? &lora : nullptr, step.chosen};
     bool has_x = step.has_x;
     for (const Sublayer& sublayer : sublayers.all) {
       mine.run(sublayer, has_x);
       has_x = true;
     }
   });
-  return kDone;
+  return experts_exist ? kDone : kNoSuchExpert;
 }
 
 }  // namespace

@@ -16,13 +16,15 @@ import torch
 from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.experts import ExpertLayer
 from kernels.cpu.library import doubles, integers, pointers
+from kernels.cpu.routing import CompiledRule
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.state_rows import StateRows
 
 
 class Norm(ctypes.Structure):
-    """A norm, or zeros if there is none. The structures of this name and the next in sublayers.cpp agree."""
+    """A norm, or zeros if there is none. Those of these names in sublayers.h have the same fields."""
 
     _fields_ = (*pointers("weight"), *integers("width wide_weight"), *doubles("eps"))
 
@@ -39,18 +41,25 @@ class Matrix(ctypes.Structure):
     )
 
 
-# By the numbers of Kind in sublayers.cpp.
-GATED_MLP, ATTENTION, SHORT_CONV, MAMBA2, GATED_DELTA = range(5)
+# By the numbers of Kind in sublayers.h.
+GATED_MLP, ATTENTION, SHORT_CONV, MAMBA2, GATED_DELTA, EXPERTS = range(6)
+
+
+class Mixture(ctypes.Structure):
+    """Experts and how they are chosen."""
+
+    _fields_ = (("layer", ExpertLayer), ("rule", CompiledRule), *integers("wide_router wide_weights"))
 
 
 class Sublayer(ctypes.Structure):
-    """Attention, a recurrent layer or a gated MLP, with its norms."""
+    """Attention, a recurrent layer, a gated MLP or experts, with its norms."""
 
     _fields_ = (
         ("before", Norm),
         ("after", Norm),
         ("into", Matrix),
         ("out", Matrix),
+        ("row_gate", Matrix),
         *doubles("scale"),
         *integers("kind activation is_beside"),
         ("head_norm", Norm),
@@ -60,7 +69,7 @@ class Sublayer(ctypes.Structure):
         *doubles("attention_scale softcap"),
         *pointers("sinks taps taps_bias"),
         *integers("num_taps"),
-        *pointers("scan"),
+        *pointers("weights"),
     )
 
 
@@ -68,10 +77,10 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *pointers("x residual slots wanted rotations keys values"),
         *pointers("tables starts contexts roots ancestors"),
-        *pointers("lora_slots"),
+        *pointers("lora_slots given chosen"),
         *integers("has_x rows num_wanted rotary_dim num_slots page_size"),
         *integers("items table_stride threads"),
-        *integers("is_quantised is_wide"),
+        *integers("is_quantised is_wide given_stride"),
         *pointers("states begins sources keeps"),
     )
 
@@ -81,6 +90,7 @@ _OUTCOMES: dict[int, tuple[type[Exception], str]] = {
     1: (IndexError, "slots: a slot is beyond the last page"),
     2: (MemoryError, "there is not enough memory for the rows of this step"),
     3: (IndexError, "lora_slots: there is no such slot"),
+    4: (IndexError, "given: there is no such expert"),
 }
 
 
@@ -166,6 +176,8 @@ class Sublayers:
         lora_slots: torch.Tensor | None,
         *,
         state_rows: StateRows | None = None,
+        given: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
         has_x: bool,
     ) -> None:
         """Run all sublayers.
@@ -184,10 +196,15 @@ class Sublayers:
             batch: Rows and pages of the items.
             lora_slots: [T] int32 contiguous, the slot of each row; -1: it has no adapter. None: no row has.
             state_rows: Of a model with recurrent layers.
+            given: [T, L, k] int64, experts that all L layers with experts choose in any case; a row of -1 is
+                routed. None: none are.
+            chosen: [N, T, k] int64 contiguous, becomes the experts that the N of these sublayers with
+                experts have chosen. None: they are not kept.
             has_x: Whether x has contents.
 
         Raises:
-            IndexError: A slot is beyond the last page, or of no adapter. Nothing is written then.
+            IndexError: A slot is beyond the last page, or of no adapter: nothing is written then. Or a given
+                expert does not exist.
             MemoryError: There is not enough for so many rows. Nothing is written then.
             ValueError: The numbers of rows, or a context and its page table, do not fit each other.
         """
@@ -207,6 +224,7 @@ class Sublayers:
         contexts = batch.context_lens.to(torch.int32).contiguous()
         trees = batch.trees
         roots = None if trees is None else trees.roots.to(torch.int32).contiguous()
+        given = None if given is None else given.contiguous()
         tables_of_rotations = (ctypes.c_void_p * len(rotations))(*map(torch.Tensor.data_ptr, rotations))
         step = _Step(
             x.data_ptr(),
@@ -222,6 +240,8 @@ class Sublayers:
             None if roots is None else roots.data_ptr(),
             None if trees is None else trees.ancestors.data_ptr(),
             None if lora_slots is None else lora_slots.data_ptr(),
+            None if given is None else given.data_ptr(),
+            None if chosen is None else chosen.data_ptr(),
             has_x,
             len(x),
             len(wanted),
@@ -233,6 +253,7 @@ class Sublayers:
             torch.get_num_threads(),
             pages.are_quantised,
             pages.dtype is not self._dtype,
+            0 if given is None else given.stride(0),
         )
         if state_rows is not None:
             step.states = ctypes.addressof(pages.states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from benchmarks.in_process import LlmExecutor
 from tests.expert_routing import given_logprobs, library_experts
 from tests.families import settings_of
-from tests.model_factory import TinyModel, make_family_model, make_model
+from tests.kernels.instruction_sets import need_compiled
+from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
 from tests.workers.stepping import Worker
 from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
@@ -173,6 +176,45 @@ def test_given_experts_and_free_ones_share_a_step(executor: LlmExecutor, directo
             assert np.array_equal(used[13:43], ids)
         else:
             assert np.array_equal(used, library_experts(directory, text))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_with_given_experts_are_those_of_sublayers_one_by_one(
+    directory: Path, dtype: torch.dtype
+) -> None:
+    """Which is how they run when states are captured. Of rows of which some are given."""
+    need_compiled()
+    decoder, packer = load_decoder(directory, dtype, pack=True), new_packer(1)
+    (text,) = random_texts(1, (40,))
+    experts = decoder.config.experts
+    assert experts is not None
+    layers = sum(layer.sparse for layer in decoder.config.layers)
+    given = torch.rand(len(text), layers, experts.count).argsort(-1)[:, :, : experts.per_token]
+    given[::3] = -1
+    for wanted in (range(40), (7, 39)):
+        inputs = replace(packer.pack([Item(HandSequence(), text, wanted)]), experts=given)
+        found = []
+        for states in ({}, {0: [0]}):
+            capture = RowCapture(states, range(len(wanted)))
+            rows = decoder.forward(inputs, poisoned_pages(decoder), capture)
+            found.append([rows, *capture.experts])
+        assert all(map(torch.equal, *found)) and len(found[0]) == 1 + layers
+        chosen = torch.stack(found[0][1:], 1)
+        for row, ids in zip(wanted, chosen, strict=True):
+            assert torch.equal(ids, given[row]) == (row % 3 > 0)
+
+
+def test_an_expert_that_does_not_exist_is_refused(directory: Path) -> None:
+    decoder, (text,) = load_decoder(directory, pack=True), random_texts(1, (9,))
+    experts = decoder.config.experts
+    assert experts is not None
+    layers = sum(layer.sparse for layer in decoder.config.layers)
+    inputs = new_packer(1).pack([Item(HandSequence(), text)])
+    given = torch.zeros(len(text), layers, experts.per_token, dtype=torch.int64)
+    given[-1, -1, -1] = experts.count
+    for ids in (given, -given):
+        with pytest.raises((IndexError, RuntimeError)):
+            decoder.forward(replace(inputs, experts=ids), poisoned_pages(decoder))
 
 
 def test_no_page_is_shared_with_another_routing(executor: LlmExecutor) -> None:

@@ -20,6 +20,7 @@ from tests.workers.company import assert_same_bits
 from tests.workers.packing import random_texts
 from tests.workers.test_gguf_models import TEXT, WIDE, logits, rounded
 from tests.workers.test_quantised_directories import INT4, INT8, ROUNDED, matrices
+from tests.workers.test_quantised_models import add_adapters
 from workers.executors.loading import NATIVE, load_served
 from workers.models.builder import is_router
 from workers.models.decoder import Decoder
@@ -129,6 +130,25 @@ def test_bits_depend_on_nothing_else_in_the_batch(kind: str, tmp_path: Path) -> 
     decoder = load_decoder(write_gguf(tmp_path / "model.gguf", tmp_path / "hf", KINDS[kind]), pack=True)
     assert decoder.dtype == torch.float32 and is_one_call(decoder)
     assert_same_bits(decoder, random_texts(3, LENGTHS), kind, threads=2)
+
+
+# A shared expert, and one with a gate; a router in float32 and groups; biases.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    by_turns(
+        ("granitemoeshared", "qwen2_moe", "deepseek_v3", "gpt_oss"),
+        [torch.bfloat16, torch.float32],
+    ),
+)
+def test_bits_with_adapters_depend_on_nothing_else_in_the_batch(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    need_compiled()
+    directory = make_family_model(tmp_path, *settings_of(name))
+    decoder = load_decoder(directory, dtype, pack=True, quantization="q8_0")
+    assert_same_bits(decoder, random_texts(3, LENGTHS), name, threads=2)
+    add_adapters(decoder)
+    assert_same_bits(decoder, random_texts(3, LENGTHS), name, threads=2, lora_slots=(1, -1, 0))
 
 
 # Routers stay as they are, but for one of them.

@@ -18,6 +18,7 @@ from kernels.lora_pairs import SortedRows
 from kernels.packed_pages import can_pack_width
 from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
+from workers.models.experts import Experts, WithSharedExpert
 from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Projected, Sublayer
 from workers.models.linear import Linear
 from workers.models.recurrent_layers import GatedDelta, Mamba2, RecurrentMixer, ShortConv, parts_of
@@ -78,13 +79,14 @@ class CompiledSublayers:
         """Take packed sublayers, for which there are kernels."""
         keep: list[object] = [model]
         described = [each for one in model for each in _described(one, ropes, keep)]
-        first, last = _projected(model[0])[0], _projected(model[-1])[-1]
-        self._sublayers = sublayers.Sublayers(described, first.into.weight.dtype, memory, keep)
+        bodies = [body for one in model for body in parts_of(one.body)]
+        self._sublayers = sublayers.Sublayers(described, _dtype(bodies[0]), memory, keep)
         self._ropes = tuple(ropes)
         self._kv: weakref.ref[KvTensors] | None = None
         # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
-        self._uses_pages = any(isinstance(part, Attention) for one in model for part in parts_of(one.body))
-        self._returns_wanted = last.is_last
+        self._uses_pages = any(isinstance(body, Attention) for body in bodies)
+        self._returns_wanted = isinstance(bodies[-1], Projected) and bodies[-1].is_last
+        self._experts = [body for body in bodies if isinstance(body, Experts)]
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
@@ -106,6 +108,10 @@ class CompiledSublayers:
         has_x = x is not None
         if x is None:
             x = torch.empty_like(residual)
+        routing, chosen = context.routing, None
+        if routing is not None and routing.found is not None and self._experts:
+            shape = len(self._experts), len(x), self._experts[0].per_token
+            chosen = torch.empty(shape, dtype=torch.int64)
         self._sublayers.run(
             x,
             residual,
@@ -116,17 +122,36 @@ class CompiledSublayers:
             inputs.attention,
             context.lora_slots,
             state_rows=context.states,
+            given=None if routing is None else routing.given,
+            chosen=chosen,
             has_x=has_x,
         )
+        if routing is not None and chosen is not None:
+            for of_layer in chosen:
+                routing.note(of_layer)
         return x[: len(inputs.wanted_rows)] if self._returns_wanted else x, residual
 
 
 def _can_compile(sublayer: Sublayer) -> bool:
-    is_split = sublayer.group is not None
+    is_split, gate = sublayer.group is not None, _gate_of(sublayer.body)
+    if gate is not None and gate.weight.compiled is None:
+        return False
     return all(_can_compile_body(body, is_split=is_split) for body in parts_of(sublayer.body))
 
 
+def _dtype(body: Body) -> torch.dtype:
+    assert isinstance(body, Experts | Projected)
+    return body.dtype if isinstance(body, Experts) else body.into.weight.dtype
+
+
+def _gate_of(body: Body) -> Linear | None:
+    """That of a shared expert."""
+    return body.gate if isinstance(body, WithSharedExpert) else None
+
+
 def _can_compile_body(body: Body, *, is_split: bool) -> bool:
+    if isinstance(body, Experts):
+        return body.compiled() is not None
     return (
         isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
         and not (isinstance(body, RecurrentMixer) and body.within)
@@ -138,25 +163,25 @@ def _can_compile_body(body: Body, *, is_split: bool) -> bool:
     )
 
 
-def _projected(sublayer: Sublayer) -> list[Projected]:
-    """The parts of one that can be compiled."""
-    return [body for body in parts_of(sublayer.body) if isinstance(body, Projected)]
-
-
 def _described(
     sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
 ) -> Iterator[sublayers.Sublayer]:
     """The description refers to what is appended to `keep`, and to the tensors of the sublayer."""
-    parts = _projected(sublayer)
+    parts, gate = parts_of(sublayer.body), _gate_of(sublayer.body)
     for body in parts:
         found = _of_body(body, ropes, keep)
         found.before, found.is_beside, found.scale = _norm(sublayer.before), body is not parts[0], 1.0
         if body is parts[-1]:
             found.after, found.scale = _norm(sublayer.after), sublayer.scale
+        if gate is not None and isinstance(body, GatedMlp):
+            found.row_gate = _matrix(gate, keep)
         yield found
 
 
-def _of_body(body: Projected, ropes: Sequence[RopeSpec], keep: list[object]) -> sublayers.Sublayer:
+def _of_body(body: Body, ropes: Sequence[RopeSpec], keep: list[object]) -> sublayers.Sublayer:
+    if isinstance(body, Experts):
+        return _of_experts(body, keep)
+    assert isinstance(body, Projected)
     found = sublayers.Sublayer(rope=-1, wanted_only=body.is_last)
     found.into, found.out = _matrix(body.into, keep), _matrix(body.output, keep)
     if isinstance(body, GatedMlp):
@@ -166,6 +191,15 @@ def _of_body(body: Projected, ropes: Sequence[RopeSpec], keep: list[object]) -> 
     else:
         assert isinstance(body, ShortConv | Mamba2 | GatedDelta)
         _describe_recurrent(found, body, keep)
+    return found
+
+
+def _of_experts(body: Experts, keep: list[object]) -> sublayers.Sublayer:
+    mixture, into = body.compiled(), _matrix(body.router, keep)
+    assert mixture is not None
+    keep.append(mixture)
+    found = sublayers.Sublayer(rope=-1, kind=sublayers.EXPERTS, layer=body.index, into=into)
+    found.out.outputs, found.weights = into.inputs, ctypes.addressof(mixture)
     return found
 
 
@@ -181,7 +215,7 @@ def _describe_recurrent(
     found.kind = sublayers.MAMBA2 if isinstance(body, Mamba2) else sublayers.GATED_DELTA
     weights = body.weights.compiled()
     keep.append(weights)
-    found.scan = ctypes.addressof(weights)
+    found.weights = ctypes.addressof(weights)
 
 
 def _describe_attention(found: sublayers.Sublayer, body: Attention, ropes: Sequence[RopeSpec]) -> None:

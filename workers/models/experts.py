@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.cpu.experts import PackedWeights, described
+from kernels.cpu.routing import CompiledRule
+from kernels.cpu.sublayers import Mixture
 from kernels.expert_lora import ExpertAdapters
 from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route
-from kernels.gated_activation import sigmoid
+from kernels.gated_activation import ACTIVATIONS, sigmoid
 from kernels.linear import DenseWeight
 from kernels.lora import RowSlots
 from kernels.lora_pairs import SortedRows
@@ -47,7 +50,12 @@ class ExpertBiases:
 
 
 class Experts(Body):
-    """The sum of the chosen experts' outputs, weighted by the router."""
+    """The sum of the chosen experts' outputs, weighted by the router.
+
+    Attributes:
+        index: The number of the layer among those with experts.
+        per_token: How many are chosen for a token.
+    """
 
     def __init__(  # noqa: PLR0913 - the parts of a layer
         self,
@@ -84,7 +92,7 @@ class Experts(Body):
         self._names = config.family.experts
         self._activation = config.activation
         self._wide_routing = config.family.wide_routing
-        self._index = index
+        self.index, self.per_token = index, config.experts.per_token
         self._part = part
         size, width = self._config.intermediate_size, matrix_of(down, 0).shape[0]
         self._rows = Slice((size, width), (part,), range(width))
@@ -149,13 +157,39 @@ class Experts(Body):
         for projection in self._latent or ():
             projection.pack()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of rows."""
+        return matrix_of(self.down, 0).dtype
+
+    def compiled(self) -> Mixture | None:
+        """What compiled sublayers need besides the router; None: there are none. Keeps nothing alive."""
+        if not isinstance(self.gate_up, PackedWeights) or not isinstance(self.down, PackedWeights):
+            return None
+        if self.router.weight.compiled is None or self._latent is not None:
+            return None
+        config, biases = self._config, self._biases
+        into, out_of = self._into.lora, self._out_of.lora
+        layer = described(
+            self.gate_up,
+            self.down,
+            ACTIVATIONS.index(self._activation),
+            None if biases is None else (biases.gate_up, biases.down),
+            None if into is None or out_of is None else (into, out_of),
+        )
+        rule = CompiledRule.of(
+            config.routing, config.count, config.per_token, config.normalized, self._correction
+        )
+        wide_router = self.router.weight.dtype is not self.dtype
+        return Mixture(layer, rule, wide_router, self._wide_routing)
+
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         dtype = torch.float32 if self._wide_routing else x.dtype
         biases, slots, invariant = self._biases, context.lora_slots, context.batch_invariant
         rows = x.to(self.router.weight.dtype)
         logits = self.router(rows, slots, batch_invariant=invariant)  # [T, E]
         routing = context.routing
-        given = None if routing is None else routing.given_of(self._index)
+        given = None if routing is None else routing.given_of(self.index)
         count, normalized, rule = self._config.per_token, self._config.normalized, self._config.routing
         expert_ids, weights = route(logits, count, normalized, dtype, given, rule, self._correction)
         if routing is not None:
@@ -183,32 +217,36 @@ class Experts(Body):
 
 
 class WithSharedExpert(Several):
-    """experts(x) + sigmoid(gate(x)) * shared(x), or without the gate."""
+    """experts(x) + sigmoid(gate(x)) * shared(x), or without the gate.
+
+    Attributes:
+        gate: [1, C]; None: there is none.
+    """
 
     def __init__(self, experts: Experts, shared: GatedMlp, gate: Weight | None, gate_name: str) -> None:
         """Take ownership of the parts. `gate`: [1, C], or None; `gate_name`: in a layer of a checkpoint."""
-        super().__init__(experts, shared)
+        super().__init__(shared, experts)
         self._experts, self._shared = experts, shared
-        self._gate = None if gate is None else Linear({gate_name: Slice.whole(*gate.shape)}, gate, None)
+        self.gate = None if gate is None else Linear({gate_name: Slice.whole(*gate.shape)}, gate, None)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         yield from super().targets(prefix)
-        if self._gate is not None:
-            yield from self._gate.targets(prefix)
+        if self.gate is not None:
+            yield from self.gate.targets(prefix)
 
     def projections(self) -> Iterator[tuple[str, Projection]]:
         yield from super().projections()
-        if self._gate is not None and self._gate.weight.device.type == "cpu":
-            yield "", self._gate
+        if self.gate is not None and self.gate.weight.device.type == "cpu":
+            yield "", self.gate
 
     def pack(self) -> None:
         super().pack()
-        if self._gate is not None:
-            self._gate.pack()
+        if self.gate is not None:
+            self.gate.pack()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         shared = self._shared(x, context)
-        if self._gate is not None:
-            gate = self._gate(x, context.lora_slots, batch_invariant=context.batch_invariant)  # [T, 1]
+        if self.gate is not None:
+            gate = self.gate(x, context.lora_slots, batch_invariant=context.batch_invariant)  # [T, 1]
             shared *= sigmoid(gate)
         return self._experts(x, context).add_(shared)

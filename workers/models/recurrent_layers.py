@@ -387,4 +387,4 @@ class SideBySide(Several):
 
 def parts_of(body: Body) -> tuple[Body, ...]:
     """Those that are side by side, in order; else it alone."""
-    return body.parts if isinstance(body, SideBySide) else (body,)
+    return body.parts if isinstance(body, Several) else (body,)
