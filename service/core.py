@@ -32,7 +32,7 @@ from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.pool.worker_port import WorkerPort
 from service.runtimes.servicer import RunnerApi
-from service.runtimes.weight_uploads import WeightUploads
+from service.runtimes.weight_uploads import DIRECTORY, WeightUploads
 from service.settings import ConfigError
 from service.shard import OpenShard
 
@@ -72,6 +72,7 @@ class Core:
             self.shard.workers(config.worker_slots),
             self.values,
             self.caches.weights.has_caches,
+            directory and directory.resolve() / DIRECTORY,
         )
         served = versions.serving.model
         if not config.has_remote_workers and is_gone(served, configured):

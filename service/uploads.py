@@ -71,8 +71,11 @@ def require_room(directory: Path, size_bytes: int) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Waits until the disk has all that is in a directory, and its entry. Blocks. Raises OSError."""
-    for path in (*directory.rglob("*"), directory, directory.parent):
+    """Waits until the disk has all that is in a directory of an `UploadDirectory`, and the entries of both.
+
+    Blocks. Raises OSError.
+    """
+    for path in (*directory.rglob("*"), directory, *directory.parents[:2]):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

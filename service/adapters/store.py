@@ -103,6 +103,10 @@ class AdapterStore:
         stored = self._values.all(_PREFIX)
         last_number = int(stored.pop(_LAST, b"0"))
         versions = [AdapterVersion(**json.loads(stored[name])) for name in sorted(stored, key=int)]
+        for version in versions:
+            if not version.identity:
+                # A copy, which is here wherever the data directory was when it was made.
+                version.directory = str(self.directory.path / Path(version.directory).name)
         return versions, last_number
 
     def last_copy(self) -> int:

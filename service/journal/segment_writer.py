@@ -88,6 +88,7 @@ class Segments:
             stack.callback(os.close, lock(data_directory))
             with translate_errors(self.directory):
                 self.directory.mkdir(mode=0o700, exist_ok=True)
+                _sync_directory(data_directory)
                 stack.callback(os.close, lock_itself(self.directory))
                 self._end = read_end(self.directory)
                 self._end_fd = _end_file(self.directory / END)

@@ -43,13 +43,15 @@ class StoredValues:
 
         They are as durable then as the system can make them, whatever the journal promises of tokens.
         """
-        for name in values:
-            self._wanted.pop(name, None)
+        replaced = {name: self._wanted.pop(name) for name in values if name in self._wanted}
         stored = asyncio.get_running_loop().create_future()
 
         def on_committed(ok: bool) -> None:
             if ok:
                 self._apply(values)
+            else:
+                for name in replaced.keys() - self._wanted.keys():
+                    self.put(name, replaced[name])
             if not stored.done():
                 stored.set_result(ok)
 

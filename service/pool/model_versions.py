@@ -23,6 +23,8 @@ from workers.common import worker_pb2
 
 _log = get_logger(__name__)
 _NAME = "weights"
+# What the stored name of weights of an upload begins with; then its path among the uploads.
+_UPLOAD = "upload:"
 
 
 @dataclass(slots=True, eq=False)
@@ -71,13 +73,16 @@ class ModelVersions:
         workers: int | range,
         values: StoredValues | None = None,
         has_caches: Callable[[int], bool] = lambda _: False,
+        uploads: Path | None = None,
     ) -> None:
         """Restores the version that the previous gateway served. `configured`: the model of the settings.
 
         `workers`: their number, or their indexes among the workers of all gateways of this server.
-        `values` has that version. `has_caches`: whether a version has any.
+        `values` has that version. `has_caches`: whether a version has any. `uploads`: the directory of
+        uploaded weights.
         """
         self._configured = configured
+        self._uploads = uploads
         self._values = StoredValues() if values is None else values
         # The version of new caches. Only this class sets it.
         self.serving = ModelVersion(0, configured, 0)
@@ -108,7 +113,7 @@ class ModelVersions:
         if not value:
             return None
         stored = json.loads(value)
-        loaded, number = stored["model"], stored["number"]
+        loaded, number = self._path_of(stored["model"]), stored["number"]
         if self._configured in (stored["configured"], loaded):
             self.serving = ModelVersion(number, loaded, stored["continued_from"])
         else:
@@ -125,7 +130,8 @@ class ModelVersions:
     def models(self) -> set[str]:
         """The model that is served, and the one that the next gateway may serve."""
         value = self._values.get(_NAME)
-        return {self.serving.model, json.loads(value)["model"]} if value else {self.serving.model}
+        stored = {self._path_of(json.loads(value)["model"])} if value else set()
+        return {self.serving.model} | stored
 
     @property
     def is_on_cpu(self) -> bool:
@@ -208,12 +214,25 @@ class ModelVersions:
         stored = {
             # If the settings name another model than now, that is served.
             "configured": self._configured,
-            "model": version.model,
+            "model": self._name_of(version.model),
             "number": version.number,
             "continued_from": version.continued_from,
             "fingerprint": version.fingerprint or "",
         }
         return json.dumps(stored).encode()
+
+    # The data directory may be copied or moved, and the uploads with it.
+
+    def _name_of(self, model: str) -> str:
+        """What is stored of a model."""
+        if self._uploads is not None and Path(model).is_relative_to(self._uploads):
+            return _UPLOAD + str(Path(model).relative_to(self._uploads))
+        return model
+
+    def _path_of(self, stored: str) -> str:
+        if self._uploads is not None and stored.startswith(_UPLOAD):
+            return str(self._uploads / stored.removeprefix(_UPLOAD))
+        return stored
 
 
 def is_gone(served: str, configured: str) -> bool:

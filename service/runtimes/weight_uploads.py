@@ -35,7 +35,7 @@ from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
 PREFIX = "upload:"
-_DIRECTORY = "weight-uploads"
+DIRECTORY = "weight-uploads"
 _MODEL, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors|" + re.escape(_INDEX))
 _MAX_FILES = 1025
@@ -66,7 +66,7 @@ class WeightUploads:
 
     def __init__(self, data_dir: Path | None, versions: ModelVersions, config: Config) -> None:
         """`data_dir`: None if nothing outlives the gateway."""
-        self.directory = UploadDirectory(data_dir and data_dir.resolve(), _DIRECTORY)
+        self.directory = UploadDirectory(data_dir and data_dir.resolve(), DIRECTORY)
         self._versions = versions
         self._timeout_s = config.message_timeout_s
         self._is_receiving = False

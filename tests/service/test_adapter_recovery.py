@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,19 @@ async def test_an_older_journal_gives_no_number_to_other_content(tmp_path: Path)
     fourth = Gateway(data, {number: "f" * 32, renamed: digest}, values=restored)
     assert fourth.numbers["c"] == renamed and fourth.adapters.digest_of(renamed) == digest
     assert content_digest(Path(next(v for v in fourth.adapters if v.number == renamed).directory)) == digest
+
+
+async def test_a_copy_of_the_data_directory_has_the_adapters_of_its_own(tmp_path: Path) -> None:
+    """Before, they were those of the original, and with it they were gone."""
+    data, backup = tmp_path / "data", tmp_path / "backup"
+    data.mkdir()
+    first = Gateway(data)
+    loaded = await first.load("a", write(tmp_path / "a", b"a"))
+    shutil.copytree(data, backup)
+    restored = Gateway(backup, values=first.values)
+    version = restored.adapters.resolve("a", "")
+    assert Path(version.directory).is_relative_to(backup)
+    assert content_digest(Path(version.directory)) == loaded.digest
 
 
 async def test_a_copy_whose_version_was_not_stored_is_removed_by_the_next_gateway(tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ async def test_files_are_for_their_owner_only(journal: FileJournal, tmp_path: Pa
 # When commits are durable.
 
 
+def test_the_entries_of_a_new_journal_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, not that of its directory: a crash of the system could leave none of what was synced."""
+    synced: set[Path] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(Path(f"/proc/self/fd/{file}").readlink()))
+    open_journal(tmp_path).close()
+    assert synced >= {tmp_path, tmp_path / JOURNAL, tmp_path / JOURNAL / END}
+
+
 @pytest.mark.parametrize(("sync", "at_once"), [("normal", True), ("full", False)])
 async def test_commits_are_written_before_the_call_returns(tmp_path: Path, sync: Sync, at_once: bool) -> None:
     """Unless each is synced."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import ANY
 
+import pytest
+
 from service.config import Config
 from service.extensions.gateways.keeper import Keeper
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.leases import Lease, Leases, Owned
+from service.journal.base import JournalUnusable
 from service.shard import Shard
 from tests.postgres_server import PostgresServer
 from tests.service.owners import operator
@@ -51,9 +54,9 @@ class Gateway:
         return Core(shard, lease, leases, self)
 
     async def run(self) -> None:
-        home, lease, leases = await self.keeper.join()
+        home = await self.keeper.join(self.open)
         async with asyncio.TaskGroup() as group:
-            group.create_task(Core(home, lease, leases, self).run())
+            group.create_task(home.run())
             group.create_task(self.keeper.run(self.open))
 
 
@@ -78,8 +81,8 @@ async def test_no_more_shards_are_given_back_than_another_gateway_lacks(postgres
 async def test_a_gateway_that_recovers_for_long_is_one_of_them_afterwards(postgres: PostgresServer) -> None:
     """Before, it ended if another one had started meanwhile."""
     first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
-    home, lease, leases = await first.keeper.join()
-    running = [asyncio.create_task(Core(home, lease, leases, first).run())]
+    home = await first.keeper.join(first.open)
+    running = [asyncio.create_task(home.run())]
     async with operator(postgres.url) as connection:
         await connection.execute("UPDATE quire.shards SET expires_at = clock_timestamp() WHERE shard < 0")
     running.append(asyncio.create_task(second.run()))
@@ -87,6 +90,34 @@ async def test_a_gateway_that_recovers_for_long_is_one_of_them_afterwards(postgr
     running.append(asyncio.create_task(first.keeper.run(first.open)))
     await until(lambda: len(first.shards) == len(second.shards) == SHARDS // 2)
     await ended(*running)
+
+
+async def test_a_gateway_begins_with_a_shard_that_can_be_opened(postgres: PostgresServer) -> None:
+    """Before, as long as a damaged one was free, each gateway that started took it, and ended."""
+    tried: list[int] = []
+
+    async def opened(shard: Shard, _lease: Lease, _leases: Leases) -> int:
+        tried.append(shard.index)
+        if shard.index < SHARDS - 1:
+            raise JournalUnusable("it is damaged")
+        return shard.index
+
+    async def refused(shard: Shard, _lease: Lease, _leases: Leases) -> int:
+        raise JournalUnusable(f"{shard.index} is damaged")
+
+    async def end(gateway: Gateway, shards: int) -> None:
+        running = asyncio.create_task(gateway.keeper.run(gateway.open))
+        await until(lambda: len(gateway.shards) == shards)
+        await ended(running)
+
+    first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
+    with pytest.raises(JournalUnusable, match="3 is damaged"):
+        await first.keeper.join(refused)
+    # Those that are mended meanwhile are served.
+    await end(first, SHARDS)
+    assert await second.keeper.join(opened) == SHARDS - 1
+    assert tried == [*range(SHARDS)]
+    await end(second, SHARDS - 1)
 
 
 async def test_a_shard_that_was_acquired_without_an_answer_is_served(postgres: PostgresServer) -> None:
@@ -121,8 +152,10 @@ async def test_shards_that_are_being_opened_are_given_back_when_their_gateway_st
     opened = gateway.open
 
     async def open_late(shard: Shard, lease: Lease, leases: Leases) -> Core:
-        opening.append(shard.index)
-        await stopping.wait()
+        if gateway.shards:
+            # Beside the home shard.
+            opening.append(shard.index)
+            await stopping.wait()
         return await opened(shard, lease, leases)
 
     gateway.open = open_late  # type: ignore[method-assign]

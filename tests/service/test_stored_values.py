@@ -67,3 +67,27 @@ async def test_a_later_value_is_not_undone_by_an_earlier_one(monkeypatch: pytest
     values.put("a", b"2")
     journal.settle()
     assert values.get("a") == b"2"
+
+
+async def test_a_value_is_still_tried_again_after_its_replacement_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, it was forgotten: caches were made of weights that the next gateway did not know."""
+    monkeypatch.setattr(values_module, "_RETRY_S", 0.0)
+    journal = FailingJournal()
+    values = StoredValues(journal)
+    journal.fails = True
+    values.put("a", b"1")
+    values.put("b", b"1")
+    journal.is_slow = True
+    refused = asyncio.create_task(values.set({"a": b"2", "b": b"2"}))
+    await asyncio.sleep(0)
+    values.put("b", b"3")
+    journal.is_slow = False
+    journal.settle()
+    with pytest.raises(StorageUnavailable):
+        await refused
+    journal.fails = False
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert values.all("") == {"a": b"1", "b": b"3"}

@@ -28,7 +28,7 @@ from service.errors import (
 )
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
-from service.runtimes.weight_uploads import WeightUploads
+from service.runtimes.weight_uploads import DIRECTORY, WeightUploads
 from service.uploads import RESERVE_BYTES, UploadDirectory
 
 MODEL = "model.safetensors"
@@ -40,7 +40,8 @@ class Server:
 
     def __init__(self, data_dir: Path | None, configured: Path, values: StoredValues | None = None) -> None:
         self.values = StoredValues() if values is None else values
-        self.versions = ModelVersions(str(configured), 1, self.values)
+        uploads = data_dir and data_dir / DIRECTORY
+        self.versions = ModelVersions(str(configured), 1, self.values, uploads=uploads)
         self.uploads = WeightUploads(data_dir, self.versions, Config())
         self.new_threads()
 
@@ -248,8 +249,21 @@ async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(
     server = Server(tmp_path / "home", model)
     directory = server.find(await server.upload())
     uploads = tmp_path / "home" / "weight-uploads"
-    above = [path for path in directory.parents if path.is_relative_to(uploads)]
+    above = [path for path in directory.parents if path.is_relative_to(uploads.parent)]
     assert synced >= {str(path) for path in (*directory.iterdir(), directory, *above)}
+
+
+async def test_a_copy_of_the_data_directory_has_the_weights_of_its_own(tmp_path: Path, model: Path) -> None:
+    """Before, the next gateway served those of the original, and removed the copy's."""
+    original, backup = tmp_path / "data", tmp_path / "backup"
+    server = Server(original, model)
+    source = await server.upload()
+    server.serve(server.find(source))
+    shutil.copytree(original, backup)
+    restored = Server(backup, model, server.values)
+    assert Path(restored.versions.serving.model).is_relative_to(backup)
+    assert restored.kept() == [source]
+    assert (restored.find(source) / MODEL).read_bytes() == DATA
 
 
 async def test_empty_parts_do_not_keep_the_slot(tmp_path: Path, model: Path) -> None:

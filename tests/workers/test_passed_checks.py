@@ -139,3 +139,16 @@ def test_the_oldest_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         os.utime(tmp_path / key, ns=(age, age))
     passed_checks.remember("f")
     assert [key for key in "abcdef" if passed_checks.has_passed(key)] == ["d", "e", "f"]
+
+
+def test_no_other_user_can_say_that_a_check_has_passed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the umask is of who starts the first server."""
+    monkeypatch.setattr(passed_checks, "_DIRECTORY", tmp_path / "checks")
+    before = os.umask(0)
+    try:
+        passed_checks.remember("a")
+    finally:
+        os.umask(before)
+    assert passed_checks.has_passed("a") and not (tmp_path / "checks").stat().st_mode & 0o022

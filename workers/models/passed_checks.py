@@ -66,7 +66,8 @@ def has_passed(key: str) -> bool:
 
 def remember(key: str) -> None:
     """Keeps it for later starts. Raises OSError."""
-    _DIRECTORY.mkdir(parents=True, exist_ok=True)
+    # Whatever the umask is, no other user can say that a check has passed.
+    _DIRECTORY.mkdir(mode=0o755, parents=True, exist_ok=True)
     (_DIRECTORY / key).touch()
     for path in sorted(_DIRECTORY.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-_MOST]:
         path.unlink()

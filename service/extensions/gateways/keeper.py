@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from service.config import Config
 from service.extensions.gateways.peers import Addresses
@@ -28,6 +28,7 @@ _OWNER_BYTES: Final = 8
 _FAILED_S: Final = 5.0
 # A statement without an answer for so long has failed, and the connection is opened again.
 _ANSWER_S: Final = 3.0
+_Opened = TypeVar("_Opened")
 
 
 class RunningCore(Protocol):
@@ -71,26 +72,38 @@ class Keeper:
         self._home: int | None = None
         self._stopping = False
 
-    async def join(self) -> tuple[Shard, Lease, Leases]:
-        """Waits for a first shard. Raises DatabaseFailed or ConfigError."""
+    async def join(self, open_home: Callable[[Shard, Lease, Leases], Awaitable[_Opened]]) -> _Opened:
+        """Waits for a first shard that can be opened, and opens it.
+
+        Raises DatabaseFailed or ConfigError; and JournalUnusable if no shard of all can be opened.
+        """
         await self._table.prepare()
         count = await self._lookups.create(self._shards)
         if count != self._shards:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "", self._shards, allowed)
         self._own_lease = await self._take_own_lease()
-        waits = False
+        waits, damaged = False, set[int]()
         while True:
             self._on_owners(await self._leases.owners())
             for shard in decide(self._owners, self.owner).take:
                 lease = await self._leases.acquire(shard)
-                if lease is not None:
+                if lease is None:
+                    continue
+                try:
+                    opened = await self._open(shard, lease, open_home)
+                except JournalUnusable as error:
+                    damaged.add(shard)
+                    if len(damaged) == count:
+                        raise
+                    _log.error("a shard cannot be opened", shard=shard, error=str(error))
+                else:
                     self._home = shard
-                    return Shard(shard, count), lease, self._leases
+                    return opened
             if not waits:
                 waits = True
-                _log.info("waiting for a shard: others have all of them")
-            await asyncio.sleep(WATCH_S)
+                _log.info("waiting for a shard: others have all of them that can be opened")
+            await asyncio.sleep(_FAILED_S if damaged else WATCH_S)
             await self._renew_own_lease()
 
     async def _take_own_lease(self) -> Lease:
@@ -201,9 +214,11 @@ class Keeper:
         finally:
             del self._tasks[shard]
 
-    async def _open(self, shard: int, lease: Lease, open_core: OpenLeased) -> RunningCore:
+    async def _open(
+        self, shard: int, lease: Lease, open_one: Callable[[Shard, Lease, Leases], Awaitable[_Opened]]
+    ) -> _Opened:
         try:
-            return await open_core(Shard(shard, self._shards), lease, self._leases)
+            return await open_one(Shard(shard, self._shards), lease, self._leases)
         except BaseException:
             # Another gateway may be able to.
             with contextlib.suppress(DatabaseFailed):

@@ -37,7 +37,7 @@ class SeveralHosts(Member):
     async def _open_home(self, _open_journal: OpenJournal) -> OpenShard:
         """Waits for a shard."""
         try:
-            return await self._open(*await self._keeper.join())
+            return await self._keeper.join(self._open)
         except DatabaseFailed as error:
             raise JournalUnusable(f"the database of the journal: {error}") from None
 
