@@ -114,6 +114,6 @@ class Answer:
     def last(responses: Any) -> Any:
         """The last of a call that answers several, or None. Raises grpc.RpcError."""
         last = None
-        for last in responses:
-            pass
+        for response in responses:
+            last = response
         return last
