@@ -233,7 +233,7 @@ class Follower:
         self._model.set_lora(slot, self._adapters[key])
         self._in_slots[slot] = key
         # Adapters are read one after the other, so an older one that is in no slot was evicted or dropped.
-        for old in [old for old in self._adapters if old < key and old not in self._in_slots.values()]:
+        for old in [old for old in list(self._adapters) if old < key and old not in self._in_slots.values()]:
             del self._adapters[old]
 
 
