@@ -114,7 +114,7 @@ class UploadedFile:
         self._file.write(part)
 
     def copy(self, source: Path) -> None:
-        """Appends what a file has. Raises as `require_room`; InvalidArgument if it is none to read."""
+        """Appends what a file has. Raises as `require_room`; InvalidArgument if it is none, or changes."""
         name = source.name
         try:
             descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
@@ -131,6 +131,11 @@ class UploadedFile:
             self.require_room(status.st_size)
             while part := file.read(_PART_BYTES):
                 self.write(part)
+            now = os.fstat(descriptor)
+        # A part of the one content and a part of the other would be neither.
+        if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+            changed = "has changed while it was copied: try again when no process writes to it"
+            raise self._refusal(f"{name} {changed}")
 
 
 class Arriving(Generic[_Message]):

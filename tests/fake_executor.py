@@ -108,6 +108,7 @@ class FakeExecutor(
         self.prompts: list[list[int]] = []
         self.decode_delay_s = 0.0
         self.decoding = threading.Event()
+        self.loading = threading.Event()
         # An execution has ended, however it did.
         self.ended = threading.Event()
         self._prompt_len: dict[str, int] = {}
@@ -403,12 +404,18 @@ class FakeExecutor(
             tokens.append(output.token_id)
             yield sample.take(output.token_id, output)
 
+    def LoadWeights(self, _request: Any, context: Any) -> Iterator[admin_pb2.LoadWeightsResponse]:
+        """Never ends by itself."""
+        yield admin_pb2.LoadWeightsResponse(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING)
+        self.loading.set()
+        while context.is_active():
+            time.sleep(0.01)
+
     def _unimplemented(self, request: Any, context: Any) -> NoReturn:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not needed by any test")
         raise AssertionError("abort raises")
 
     Session: Any = _unimplemented
-    LoadWeights: Any = _unimplemented
     UploadWeights: Any = _unimplemented
 
     def UnifiedForward(self, request: Any, context: Any) -> executor_pb2.UnifiedForwardResponse:

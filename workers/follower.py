@@ -61,9 +61,9 @@ class Follower:
         self._launched: LaunchedStep | None = None
         # None: rank 0 has not asked for room for adapters yet.
         self._lora_slots: ModelSlots | None = None
-        # Those that were read and are not in place; and up to which number they were dropped.
-        self._read_weights: Decoder | None = None
-        self._number = self._dropped = 0
+        # By number, those that were read and are not in place; and up to which number they were dropped.
+        self._read_weights: dict[int, Decoder] = {}
+        self._dropped = 0
         # By key, those that were read; and the keys of those in slots.
         self._adapters: dict[int, PackedLora] = {}
         self._in_slots: dict[int, int] = {}
@@ -148,10 +148,9 @@ class Follower:
         torch.set_num_threads(threads)
 
     def _answer_read_weights(self, number: int, **settings: Any) -> dict[str, Any]:
-        self._read_weights = None
         on_gpu = self._device.type == "cuda"
         model, description = self._load(torch.device("cpu"), pack=not on_gpu, **settings)
-        self._number, self._read_weights = number, model
+        self._read_weights[number] = model
         self._drop_weights()
         return {"fingerprint": description.fingerprint, "weight_bytes": description.weight_bytes}
 
@@ -176,10 +175,9 @@ class Follower:
             case PlanKind.SET_LORA:
                 self._set_lora(*message.numbers)
             case PlanKind.USE_WEIGHTS:
-                self._use_weights()
+                self._use_weights(*message.numbers)
             case PlanKind.DROP_WEIGHTS:
-                self._dropped = message.numbers[0]
-                self._drop_weights()
+                self._drop_weights_until(*message.numbers)
 
     def _run(self, plan: ForwardPlan) -> None:
         """Run a forward. Its logits are rank 0's, and so is the choice of tokens."""
@@ -204,13 +202,20 @@ class Follower:
         with contextlib.suppress(SamplingError):
             runner.step(inputs, rows)
 
-    def _drop_weights(self) -> None:
-        if self._number <= self._dropped:
-            self._read_weights = None
+    def _drop_weights_until(self, number: int) -> None:
+        self._dropped = number
+        self._drop_weights()
 
-    def _use_weights(self) -> None:
-        read, self._read_weights = self._read_weights, None
-        assert read is not None, "rank 0 has let it read them"
+    def _drop_weights(self) -> None:
+        """On both threads."""
+        for number in list(self._read_weights):
+            if number <= self._dropped:
+                self._read_weights.pop(number, None)
+
+    def _use_weights(self, number: int) -> None:
+        # By number: questions do not wait for plans, so later ones may have been read by now.
+        read = self._read_weights[number]
+        self._drop_weights_until(number)
         if self._device.type == "cuda":
             copy_weights(read, self._model)
             return
@@ -228,7 +233,7 @@ class Follower:
         self._model.set_lora(slot, self._adapters[key])
         self._in_slots[slot] = key
         # Adapters are read one after the other, so an older one that is in no slot was evicted or dropped.
-        for old in [old for old in self._adapters if old < key and old not in self._in_slots.values()]:
+        for old in [old for old in list(self._adapters) if old < key and old not in self._in_slots.values()]:
             del self._adapters[old]
 
 

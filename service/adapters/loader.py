@@ -275,9 +275,9 @@ class AdapterLoader:
         self._use(added, retired)
 
     def _use(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> None:
-        if added:
-            self._pool.send_adapters(worker_pb2.AdapterCommand(added=map(_source, added)))
-        self._adapters.update(added, retired)
+        changed = self._adapters.update(added, retired)
+        if changed:
+            self._pool.send_adapters(worker_pb2.AdapterCommand(added=map(_source, changed)))
 
     # What nobody uses.
 
@@ -308,5 +308,6 @@ def _source(version: AdapterVersion) -> worker_pb2.AdapterSource:
         adapter=version.number,
         directory=version.directory,
         digest=version.digest,
-        pinned=version.pinned,
+        # Of one that no id names nobody could end it.
+        pinned=version.pinned and not version.retired,
     )

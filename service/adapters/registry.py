@@ -59,25 +59,32 @@ class Adapters:
         self.last_number += 1
         return self.last_number
 
-    def update(self, added: Iterable[AdapterVersion], retired: Iterable[AdapterVersion] = ()) -> None:
+    def update(
+        self, added: Iterable[AdapterVersion], retired: Iterable[AdapterVersion] = ()
+    ) -> list[AdapterVersion]:
         """Removes the ids of versions, which stay as long as they are in use, and adds others.
 
-        The id of each names it from now on, unless it is retired already.
+        The id of each names it from now on, unless it is retired already. Returns all that have changed.
         """
+        changed: list[AdapterVersion] = []
         for version in retired:
-            self._retire(version)
+            changed += self._retire(version)
         for version in added:
             self._versions[version.number] = version
             self.last_number = max(self.last_number, version.number)
             if not version.retired:
-                self._retire(version)
+                changed += self._retire(version)
                 self._current[version.tenant, version.adapter_id] = version
+            changed.append(version)
+        return changed
 
-    def _retire(self, version: AdapterVersion) -> None:
-        """Removes the id that a version has, whatever it names."""
+    def _retire(self, version: AdapterVersion) -> list[AdapterVersion]:
+        """Removes the id that a version has. Returns what it named, if anything."""
         named = self._current.pop((version.tenant, version.adapter_id), None)
-        if named is not None:
-            named.retired = True
+        if named is None:
+            return []
+        named.retired = True
+        return [named]
 
     def remove_unused(self, in_use: Collection[int]) -> list[AdapterVersion]:
         """Removes and returns the versions that no id names and no cache belongs to."""

@@ -11,6 +11,7 @@ and all KV, unless the caller wants it to be kept.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -69,8 +70,9 @@ class WeightsLoader:
         version: ModelVersion | None = None
         try:
             yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING)
-            model = await self._find(source)
-            self._require_memory(model)
+            # In a thread: a path may be on a network.
+            model = await asyncio.to_thread(model_of, source, self._find_upload)
+            await asyncio.to_thread(self._require_memory, model)
             # No worker is replaced on purpose meanwhile.
             async with self._restarts.lock:
                 workers = self._pool.serving_workers()
@@ -92,20 +94,18 @@ class WeightsLoader:
             weights_version=version.number,
         )
 
-    async def _find(self, source: str) -> str:
-        """See `model_of`. In a thread: a path may be on a network."""
-        return await asyncio.to_thread(model_of, source, self._find_upload)
-
     def _require_memory(self, model: str) -> None:
-        """Raises NoMemory if the weights do not fit into main memory beside those that are served.
+        """Raises NoMemory if the weights do not fit into main memory beside those that are served. Blocks.
 
         Workers check the memory of GPUs and of other hosts themselves.
         """
         if not self._versions.is_on_cpu or self._config.has_remote_workers:
             return
-        needed_bytes = len(self._versions.slots) * sum(
-            file.stat().st_size for file in Path(model).glob(_WEIGHTS)
-        )
+        needed_bytes = 0
+        # A link to nothing, or a file that is just being replaced: workers say what is wrong with it.
+        with contextlib.suppress(OSError):
+            size_bytes = sum(file.stat().st_size for file in Path(model).glob(_WEIGHTS))
+            needed_bytes = len(self._versions.slots) * size_bytes
         free_bytes = available_bytes()
         if needed_bytes > free_bytes:
             raise NoMemory(needed_bytes, free_bytes)

@@ -86,11 +86,13 @@ async def test_a_client_that_is_closed_says_so_to_those_who_wait(target: str, ex
     executor.decode_delay_s = 1.0
     client = AsyncClient(target)
     cache = await client.prefill([1])
-    waiting = [asyncio.create_task(cache.decode(2)), asyncio.create_task(client.generate([1, 2]))]
-    assert await asyncio.to_thread(executor.decoding.wait, 60)
+    calls = (cache.decode(2), client.generate([1, 2]), client.load_weights("/x"))
+    waiting = [asyncio.create_task(call) for call in calls]
+    for begun in (executor.decoding, executor.loading):
+        assert await asyncio.to_thread(begun.wait, 60)
     await client.close()
     found = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [type(error) for error in found] == [Cancelled] * 2
+    assert [type(error) for error in found] == [Cancelled] * 3
     cache.detach()
 
 

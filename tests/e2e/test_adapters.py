@@ -177,6 +177,18 @@ def test_a_cache_keeps_its_version_until_it_is_released(gateway: GatewayProcess,
     assert after.finish() == adapted.tokens[2]
 
 
+def test_pinned_versions_give_their_places_up_when_they_are_replaced(
+    gateway: GatewayProcess, adapted: Adapted
+) -> None:
+    """As a trainer loads them: more than there are slots, one after the other."""
+    for index, directory in enumerate(adapted.adapters, start=1):
+        request = admin_pb2.LoadAdapterRequest(adapter_id="trained", source=str(directory), pinned=True)
+        assert gateway.admin.LoadAdapter(iter([request]), timeout=PATIENCE_S).adapter.pinned
+        text = Text(gateway, "trained")
+        assert text.finish() == adapted.tokens[index]
+    assert unload(gateway, "trained")
+
+
 def test_what_cannot_be_loaded_changes_nothing(
     gateway: GatewayProcess, adapted: Adapted, tmp_path: Path
 ) -> None:

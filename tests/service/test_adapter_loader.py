@@ -25,7 +25,7 @@ from service.admin import AdminApi
 from service.config import Config
 from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
 from service.journal.values import StoredValues
-from service.uploads import RESERVE_BYTES
+from service.uploads import RESERVE_BYTES, UploadedFile
 from tests.service.served import state_of
 from tests.sim.harness import FailingJournal
 from workers.adapters.adapter import identity as worker_identity
@@ -139,6 +139,25 @@ async def test_a_load_leaves_room_for_the_journal(tmp_path: Path, monkeypatch: p
     assert not list((tmp_path / "adapter-versions").glob("*"))
     with pytest.raises(AdapterNotFound, match=r"no such adapter: 'a\\x1b'; ListAdapters"):
         server.adapters.resolve("a\x1b", "")
+
+
+def test_a_file_that_changes_while_it_is_copied_is_refused(tmp_path: Path) -> None:
+    """A part of the one content and a part of the other would be served without an error."""
+    source = tmp_path / "source"
+    source.write_bytes(bytes(3 << 20))
+
+    class BesideAWriter(UploadedFile):
+        def write(self, part: bytes) -> None:
+            super().write(part)
+            with source.open("r+b") as file:
+                file.seek(2 << 20)
+                file.write(b"other")
+
+    with (
+        BesideAWriter(tmp_path / "copy", 4 << 20, store.bad_adapter) as copy,
+        pytest.raises(InvalidArgument, match="source has changed while it was copied"),
+    ):
+        copy.copy(source)
 
 
 async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_path: Path) -> None:

@@ -242,6 +242,21 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
         assert bench.is_unchanged() and bench.launcher.attempts == 1
 
 
+async def test_a_link_to_nothing_is_refused_by_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name the file. So it is in a cache of the hub whose download was not completed."""
+    bench = Loads(tmp_path, monkeypatch)
+    (bench.source / "model.safetensors").symlink_to(tmp_path / "nothing")
+    async with serving(bench):
+        ready = bench.versions.slots[0].ready
+        assert ready is not None
+        ready.executor.device = "cpu"
+        bench.reader.refusal = "model.safetensors: cannot be read"
+        with pytest.raises(LoadFailed, match=bench.reader.refusal):
+            await bench.load()
+
+
 async def test_draining_worker_is_replaced_if_the_caller_cancels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -295,6 +298,42 @@ def test_adapters_and_other_weights(group: RankGroup, tmp_path: Path) -> None:
         for other in firsts[:index]:
             same = torch.equal(one, other)
             assert same == (index == 3 and other is firsts[0])
+
+
+class LatePlans:
+    """What is sent arrives when it is let through. In place of a socket."""
+
+    def __init__(self, plans: socket.socket) -> None:
+        self._plans, self._late = plans, list[bytes]()
+
+    def sendall(self, message: bytes) -> None:
+        self._late.append(message)
+
+    def let_through(self) -> None:
+        for message in self._late:
+            self._plans.sendall(message)
+        self._late = []
+
+
+def test_a_late_rank_uses_the_weights_that_were_meant(group: RankGroup, tmp_path: Path) -> None:
+    """It has read the next ones before it hears that it is to use those before."""
+    models = [make_model(tmp_path / f"model-{seed}", TinyModel(seed=seed)) for seed in range(3)]
+    found = []
+    for worker in workers_of(models[0], group):
+        (other,) = group.processes.others
+        late = LatePlans(other.plans)
+        group.processes.others[:] = [dataclasses.replace(other, plans=cast("Any", late))]
+        assert isinstance(read_weights(worker, 1, models[1]), WeightsRead)
+        worker.round(ReplaceWeights(2, ReplaceStep.APPLY))
+        assert isinstance(read_weights(worker, 3, models[2]), WeightsRead)
+        late.let_through()
+        group.processes.others[:] = [other]
+        first = worker.answers(Forward(4, 4, 0, [1, 2, 3], output=WITH_LOGITS))[4]
+        worker.round(ReplaceWeights(5, ReplaceStep.APPLY))
+        then = worker.answers(Forward(6, 6, 0, [1, 2, 3], output=WITH_LOGITS))[6]
+        found.append([rows_of(first), rows_of(then)])
+    for alone, split, model in zip(*found, models[1:], strict=True):
+        assert (alone - split).abs().max() < bound_of(model)
 
 
 @pytest.mark.parametrize(

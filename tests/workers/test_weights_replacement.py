@@ -73,6 +73,27 @@ def test_cancelled_replacements_are_not_in_memory_together() -> None:
     assert isinstance(failed, Failed) and failed.op_id == 8
 
 
+def test_what_is_read_after_it_was_discarded_is_discarded_again() -> None:
+    """Other ranks may have begun to read it only then."""
+    is_read, may_end, discarded = threading.Event(), threading.Event(), list[bool]()
+    submitted: queue.SimpleQueue[ReplacementRead] = queue.SimpleQueue()
+
+    def read(_: Path) -> tuple[str, ModelDescription]:
+        is_read.set()
+        assert may_end.wait(PATIENCE_S)
+        raise OSError
+
+    replacement = WeightsReplacement(read, lambda _weights, _description: None)
+    replacement.submit = submitted.put
+    replacement.on_discard = lambda: discarded.append(may_end.is_set())
+    replacement.read(1, "weights")
+    assert is_read.wait(PATIENCE_S)
+    replacement.discard()
+    may_end.set()
+    assert replacement.was_read(submitted.get(timeout=PATIENCE_S)) == ()
+    assert discarded == [False, True]
+
+
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_replaced_weights_leave_the_memory(tmp_path: Path, backend: str) -> None:
     """Also the first ones: a worker never holds more than two models, and one of them only while it reads."""

@@ -82,6 +82,9 @@ class WeightsReplacement(Generic[_Weights]):
     def was_read(self, read: ReplacementRead) -> Sequence[WeightsRead | Failed]:
         """Takes what was read. Returns the answer; none if nobody wants it any more."""
         if read.op_id != self._wanted:
+            if not self._wanted:
+                # Other processes may have begun to read only after they were told to forget it.
+                self.discard()
             return ()
         if isinstance(read.outcome, Exception):
             self.discard()

@@ -33,7 +33,7 @@ class PlanKind(enum.IntEnum):
     COPY_PAGES = 1
     MOVE_SLOTS = 2
     SET_LORA = 3  # the slot, and the key of the adapter that the rank has read; -1: the slot is emptied
-    USE_WEIGHTS = 4  # those that the rank has read
+    USE_WEIGHTS = 4  # those that the rank has read under a number
     DROP_WEIGHTS = 5  # all that the rank has read or is reading, up to a number
 
 

@@ -120,8 +120,8 @@ class RankGroup:
             self._send(encode(PlanKind.DROP_WEIGHTS, self.weights_read))
 
     def use_weights(self) -> None:
-        """Let the others use the weights that they have read."""
-        self._send(encode(PlanKind.USE_WEIGHTS))
+        """Let the others use the weights that they have read last."""
+        self._send(encode(PlanKind.USE_WEIGHTS, self.weights_read))
 
     def _send(self, message: bytes) -> None:
         try:

@@ -89,6 +89,17 @@ class AsyncAnswer:
         except asyncio.CancelledError as caught:
             raise cancellation(caught) from None
 
+    @staticmethod
+    async def last(responses: Any) -> Any:
+        """The last of a call that answers several, or None. Raises as `get`."""
+        last = None
+        try:
+            async for response in responses:
+                last = response
+        except asyncio.CancelledError as caught:
+            raise cancellation(caught) from None
+        return last
+
 
 class Answer:
     """A call of the blocking client."""
@@ -98,3 +109,11 @@ class Answer:
         """Its response and its trailing metadata. Raises grpc.RpcError."""
         response, done = call.with_call(request, **settings)
         return response, done.trailing_metadata()
+
+    @staticmethod
+    def last(responses: Any) -> Any:
+        """The last of a call that answers several, or None. Raises grpc.RpcError."""
+        last = None
+        for response in responses:
+            last = response
+        return last

@@ -341,11 +341,9 @@ class Client(Caller):
         elif keep_kv:
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_KEEP_KV
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
-        served = admin_pb2.LoadWeightsResponse()
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
-            for update in updates:
-                served = update
+            served: admin_pb2.LoadWeightsResponse = Answer.last(updates)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._first_proxy) from None
         return served

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.admin import AdminApi
 from service.completion import complete
-from service.errors import InvalidArgument, LoadFailed, Loading, SeveralGateways
+from service.errors import InvalidArgument, LoadFailed, Loading, SeveralGateways, StorageUnavailable
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields, bad_field, string, unsupported
 from service.extensions.openai.generation import until_disconnected
@@ -34,7 +34,7 @@ from service.extensions.openai.receiving_process import ReceivingProcess
 from service.extensions.openai.transfer_fields import Announced, group_of, tensors_of
 from service.logging import get_logger
 from service.runtimes.weight_uploads import Upload
-from service.uploads import UploadedFile
+from service.uploads import UploadedFile, require_room
 
 _log = get_logger(__name__)
 NONE, FILESYSTEM = "none", "filesystem"
@@ -164,7 +164,9 @@ class WeightTransfer:
             fields.refuse_others()
             # There may be a hundred thousand of them.
             known = self._announced, self._files, self._left_bytes
-            tensors, self._left_bytes = await asyncio.to_thread(tensors_of, given, *known)
+            tensors, left_bytes = await asyncio.to_thread(tensors_of, given, *known)
+            await _require_room(self._upload.directory, self._left_bytes - left_bytes)
+            self._left_bytes = left_bytes
             name = f"{len(set(self._files.values()))}.safetensors"
             self._files |= dict.fromkeys((tensor for tensor, _, _ in tensors), name)
             path = str(self._upload.directory / name)
@@ -266,6 +268,14 @@ class WeightTransfer:
         process, self._process = self._process, None
         if process is not None:
             await process.end()
+
+
+async def _require_room(directory: Path, size_bytes: int) -> None:
+    """Raises StorageUnavailable: the process that writes does not know what the journal needs."""
+    try:
+        await asyncio.to_thread(require_room, directory, size_bytes)
+    except OSError as error:
+        raise StorageUnavailable(error.strerror) from None
 
 
 async def _refuse_broadcaster(fields: Fields) -> NoReturn:
