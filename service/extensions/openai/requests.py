@@ -144,7 +144,14 @@ def completion(value: object, resolve: ResolveModel, experts_form: str = NONE) -
     neutral = {**NEUTRAL, **_NEUTRAL_OF_CHATS, "add_special_tokens": True}
     fields.refuse_others(IGNORED, neutral)
     return CompletionRequest(
-        items=items, is_chat=False, has_logprobs=shared.logprobs, echo=echo, echo_only=echo_only, **common
+        items=items,
+        is_chat=False,
+        has_logprobs=shared.logprobs,
+        echo=echo,
+        echo_only=echo_only,
+        # Each prompt is one, and together they may have too many samples.
+        names={"items": "prompt"},
+        **common,
     )
 
 

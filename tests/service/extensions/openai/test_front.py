@@ -25,6 +25,7 @@ from service.adapters.registry import Adapters
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
+from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
@@ -214,6 +215,35 @@ async def test_errors_have_their_status() -> None:
             assert "secret" not in caught.value.response.text
             assert headers.items() <= caught.value.response.headers.items()
             assert caught.value.response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "param"),
+    [
+        ({"top_k": 5}, "sampling.top_k", "top_k"),
+        ({"reasoning_effort": "low"}, "chat.variables_json", "reasoning_effort"),
+        ({"structured_outputs": {"regex": "a"}}, "constraint.regex", "structured_outputs"),
+    ],
+)
+async def test_what_a_runtime_cannot_do_is_named_as_the_request_has_it(
+    settings: dict[str, Any], field: str, param: str
+) -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        failure = ProviderFailure("UNSUPPORTED", f"{field}: the provider cannot do it", field=field)
+        sink.put([chunk(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=to_status(failure))])
+
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION, extra_body=settings)
+    assert (caught.value.code, caught.value.param) == ("unsupported", param)
+    assert caught.value.message.endswith(f" {param}: the provider cannot do it")
+
+
+async def test_too_many_samples_are_those_of_the_prompts() -> None:
+    async with serving(FakeRuntime(generate_yes)) as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="m", prompt=["a"] * 9, n=128)
+    assert (caught.value.code, caught.value.param) == ("too_many_samples", "prompt")
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, BaseException])
