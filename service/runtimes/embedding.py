@@ -51,6 +51,9 @@ class Embedder:
         if pooling not in (LAST, MEAN, FIRST):
             raise Unsupported(f"the model's embeddings need the pooling {pooling}, which is not supported")
         validation.check_num_items(request.inputs, MAX_INPUTS, "inputs")
+        # Each Forward gets a copy of these.
+        validation.check_cache_salt(request.cache_salt)
+        validation.check_adapter(request.adapter_id, "", limits)
         if request.HasField("dimensions") and not 0 < request.dimensions <= model.hidden_size:
             raise InvalidArgument("BAD_OUTPUT", "dimensions", f"must be 1 to {model.hidden_size}")
         size_bytes = len(request.inputs) * (4 * (request.dimensions or model.hidden_size) + _VECTOR_BYTES)

@@ -49,6 +49,8 @@ class CrossEncoder:
             # A logit alone is not in an answer.
             raise Unsupported(f"the model's scores need {pooling}, which has no token for no")
         validation.refuse_unknown(request)
+        # Each Forward gets a copy of it.
+        validation.check_cache_salt(request.cache_salt)
         items, time_slice = list[executor_pb2.ForwardRequest](), TimeSlice()
         with counted(len(pairs), are_made=True):
             for pair in pairs:
