@@ -87,8 +87,10 @@ class CompletionHandler:
         completion_request = self.parse(value, self._resolve, **going_on)
         body.clear()
         del value
+        bodies = self.state.budgets.of(current_tenant()).bodies
         try:
-            await self._answer(completion_request, scope, send)
+            with bodies.held(completion_request.copied_bytes):
+                await self._answer(completion_request, scope, send)
         except QuireError as error:
             raise of_request(error, completion_request.param_of) from None
 

@@ -539,6 +539,24 @@ def refused_status(port: int, path: str, size_bytes: int) -> int:
         connection.close()
 
 
+async def test_the_settings_of_prompts_count_for_each_until_the_response() -> None:
+    held_bytes = []
+
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        held_bytes.append(bodies.used)
+        end = {"text": "yes", "finish_reason": runner_pb2.FINISH_REASON_STOP}
+        sink.put([runner_pb2.SampleChunk(item_id=item.item_id, **end) for item in batch.items])
+
+    settings: Any = {"model": "m", "prompt": ["a"] * 100, "extra_body": {"guided_regex": "a" * 500}}
+    async with serving(FakeRuntime(generate), max_unread_bytes=400_000) as served, served.client() as client:
+        bodies = served.state.budgets.bodies
+        assert len((await client.completions.create(**settings)).choices) == 100
+        assert held_bytes[0] > 99 * 500
+        with bodies.held(180_000), pytest.raises(openai.RateLimitError, match="arriv"):
+            await client.completions.create(**settings)
+        await until(lambda: bodies.used == 0)
+
+
 async def test_who_is_refused_while_it_still_sends_gets_the_response() -> None:
     """Its connection is not reset, whose buffers take less than this."""
     async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000) as served:
