@@ -544,7 +544,7 @@ async def test_the_settings_of_prompts_count_for_each_until_the_response() -> No
 
     async def generate(batch: Batch, sink: ChunkSink) -> None:
         held_bytes.append(bodies.used)
-        end = {"text": "yes", "finish_reason": runner_pb2.FINISH_REASON_STOP}
+        end: Any = {"text": "yes", "finish_reason": runner_pb2.FINISH_REASON_STOP}
         sink.put([runner_pb2.SampleChunk(item_id=item.item_id, **end) for item in batch.items])
 
     settings: Any = {"model": "m", "prompt": ["a"] * 100, "extra_body": {"guided_regex": "a" * 500}}
