@@ -18,6 +18,7 @@ from service.api import validation
 from service.api.server_state import ServerState
 from service.api.status import from_status
 from service.api.time_slice import TimeSlice
+from service.auth.authenticator import counted
 from service.errors import InvalidArgument, QuireError, SequenceTooLong, Unsupported
 from service.text.text_model import TextModel
 
@@ -50,18 +51,22 @@ class Embedder:
         if pooling not in (LAST, MEAN, FIRST):
             raise Unsupported(f"the model's embeddings need the pooling {pooling}, which is not supported")
         validation.check_num_items(request.inputs, MAX_INPUTS, "inputs")
+        # Each Forward gets a copy of these.
+        validation.check_cache_salt(request.cache_salt)
+        validation.check_adapter(request.adapter_id, "", limits)
         if request.HasField("dimensions") and not 0 < request.dimensions <= model.hidden_size:
             raise InvalidArgument("BAD_OUTPUT", "dimensions", f"must be 1 to {model.hidden_size}")
         size_bytes = len(request.inputs) * (4 * (request.dimensions or model.hidden_size) + _VECTOR_BYTES)
         validation.check_response_size(size_bytes, limits, "inputs")
         # In messages, where a token takes 4 bytes; in a list it takes 36.
         items, lengths, time_slice = list[executor_pb2.ForwardRequest](), list[int](), TimeSlice()
-        for index in range(len(request.inputs)):
-            token_ids = await self._tokens(request, index)
-            items.append(_item(request, token_ids, pooling))
-            lengths.append(len(token_ids))
-            if time_slice.due:
-                await time_slice.yield_to_others()
+        with counted(len(request.inputs), are_made=True):
+            for index in range(len(request.inputs)):
+                token_ids = await self._tokens(request, index)
+                items.append(_item(request, token_ids, pooling))
+                lengths.append(len(token_ids))
+                if time_slice.due:
+                    await time_slice.yield_to_others()
         # The last token is scored, so that there are outputs of two.
         item_bytes = validation.check_output(items[0].output, limits, rows=2, scored=1, takes_mean=True)
         at_once = max(1, min(limits.max_items, limits.max_response_bytes // item_bytes))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +15,7 @@ from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.api.session import write_in_time
 from service.api.status import to_status
-from service.auth.authenticator import current_tenant
+from service.auth.authenticator import counted, current_tenant
 from service.errors import QuireError
 from service.logging import current_request_id
 from service.runtimes.base import Runtime
@@ -88,9 +86,8 @@ class RunnerApi:
     ) -> runner_pb2.EstimateCostResponse:
         self.executions.check_items(request.items)
         wanted = [self.router.named(request.runtime)] if request.runtime else self.router.runtimes
-        tenant, now_s = current_tenant(), time.monotonic()
         # It prepares the items, which costs as much as to run the shortest ones.
-        with nullcontext() if tenant is None else tenant.admit_unseen(now_s, len(request.items)):
+        with counted(len(request.items)):
             return await self._estimate(request.items, wanted)
 
     async def _estimate(

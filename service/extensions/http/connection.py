@@ -63,6 +63,8 @@ class Connection(H11Protocol):
         self.idle_s = 0.0
         self._unread_s = 0.0
         self._unread_bytes = 0
+        # Whether the request that is still received is answered. It is the last one then.
+        self.is_answered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -122,7 +124,7 @@ class Connection(H11Protocol):
     def has_running_request(self) -> bool:
         """Whether the application has not answered a request yet."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
-        return cycle is not None and not cycle.response_complete
+        return cycle is not None and not cycle.response_complete and not self.is_answered
 
 
 def connection_of(scope: Scope) -> Connection:

@@ -122,26 +122,19 @@ class Body:
         self.size_bytes = 0
 
     async def read(self) -> Any:
-        """Reads to the end. Returns itself, the error of a refused body, or EOF if the client disconnected.
-
-        Also reads the rest of a refused body, up to as much again: closing a connection while the client
-        sends resets it, and the client may not see the response.
-        """
-        left_bytes = self._reader.max_body_bytes
-        refused: QuireError | None = None
-        while True:
+        """Reads to the end. Returns itself, why it is refused, or EOF if the client disconnected."""
+        refused = self._reader.reserve(self, 0)
+        while refused is None:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 return grpc.aio.EOF
             part = message.get("body", b"")
-            refused = refused or self._reader.reserve(self, len(part))
+            refused = self._reader.reserve(self, len(part))
             if refused is None:
                 self.data += part
-            else:
-                self.data.clear()
-                left_bytes -= len(part)
-            if left_bytes < 0 or not message.get("more_body", False):
-                return refused or self
+                if not message.get("more_body", False):
+                    return self
+        return refused
 
     def cancelled(self) -> bool:
         """Whether the client disconnected. The receiver asks after an EOF, so it has."""

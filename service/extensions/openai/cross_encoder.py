@@ -16,6 +16,7 @@ from service.api import validation
 from service.api.server_state import ServerState
 from service.api.status import from_status
 from service.api.time_slice import TimeSlice
+from service.auth.authenticator import counted
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported
 from service.runtimes.embedding import BatchForward
 from service.text.text_model import TextModel
@@ -48,11 +49,14 @@ class CrossEncoder:
             # A logit alone is not in an answer.
             raise Unsupported(f"the model's scores need {pooling}, which has no token for no")
         validation.refuse_unknown(request)
+        # Each Forward gets a copy of it.
+        validation.check_cache_salt(request.cache_salt)
         items, time_slice = list[executor_pb2.ForwardRequest](), TimeSlice()
-        for pair in pairs:
-            items.append(await self._item(request, pair, ids))
-            if time_slice.due:
-                await time_slice.yield_to_others()
+        with counted(len(pairs), are_made=True):
+            for pair in pairs:
+                items.append(await self._item(request, pair, ids))
+                if time_slice.due:
+                    await time_slice.yield_to_others()
         found, scores = list[runner_pb2.Embedding](), list[float]()
         at_once = max(1, self._state.limits.max_items)
         for first in range(0, len(items), at_once):

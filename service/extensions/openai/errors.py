@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from service.errors import InvalidArgument, QuireError, SequenceTooLong
+from service.errors import InvalidArgument, QuireError
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -69,6 +70,16 @@ def headers(error: QuireError) -> dict[str, str]:
     return fields
 
 
+def of_request(error: QuireError, param_of: Callable[[str], str]) -> QuireError:
+    """The same error, with the field of the request (`param_of`) instead of that of an item."""
+    if isinstance(error, InvalidArgument):
+        return error.at(param_of(error.field))
+    if field := error.metadata.get("field"):
+        error.metadata["field"] = param_of(field)
+        error.message = error.message.replace(field, error.metadata["field"], 1)
+    return error
+
+
 def body(error: QuireError) -> dict[str, Any]:
     """The error object."""
     status = http_status(error)
@@ -79,7 +90,7 @@ def body(error: QuireError) -> dict[str, Any]:
 
 
 def _field_of(error: QuireError) -> str | None:
-    return error.field or None if isinstance(error, InvalidArgument | SequenceTooLong) else None
+    return (error.field if isinstance(error, InvalidArgument) else error.metadata.get("field")) or None
 
 
 def _message_of(error: QuireError) -> str:

@@ -82,7 +82,8 @@ class OpenAiFront(Extension):
         is_processed = self._logprobs_mode == "processed_logprobs"
         form = self._experts_form
         of_tokens = functools.partial(generate, is_processed=is_processed, experts_form=form)
-        completion = functools.partial(requests.completion, experts_form=form)
+        max_bytes = self._state.config.max_request_bytes
+        completion = functools.partial(requests.completion, experts_form=form, max_bytes=max_bytes)
         chat = functools.partial(requests.chat, experts_form=form)
         text = parts.text
         shared = parts.runner.executions, self._models, self._state, text, self.bodies, parts.api.Forward

@@ -22,6 +22,7 @@ from service.auth.authenticator import current_tenant
 from service.budgets import SMALL_BYTES
 from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.errors import of_request
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.prompts import Prompt, prompts_of
 from service.extensions.openai.requests import CompletionRequest
@@ -86,10 +87,12 @@ class CompletionHandler:
         completion_request = self.parse(value, self._resolve, **going_on)
         body.clear()
         del value
+        bodies = self.state.budgets.of(current_tenant()).bodies
         try:
-            await self._answer(completion_request, scope, send)
-        except InvalidArgument as error:
-            raise error.at(completion_request.param_of(error.field)) from None
+            with bodies.held(completion_request.copied_bytes):
+                await self._answer(completion_request, scope, send)
+        except QuireError as error:
+            raise of_request(error, completion_request.param_of) from None
 
     async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
         """Runs the request as an execution, and sends its response. Raises QuireError."""

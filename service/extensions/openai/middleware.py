@@ -189,14 +189,21 @@ class _Response:
         self._has_begun = self._is_stream = False
 
     async def send(self, message: Message) -> None:
+        connection = connection_of(self._request.scope)
         if message["type"] == "http.response.start":
             self._has_begun = True
             headers = [*message["headers"], (_REQUEST_ID.encode(), self._request_id.encode())]
             self._is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
-            if connection_of(self._request.scope).is_receiving:
-                # The rest of the body is not read.
+            if connection.is_receiving:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
+        elif not message.get("more_body", False) and connection.is_receiving:
+            # To close a connection whose client still sends resets it, and the client may lose the response.
+            await self._send({**message, "more_body": True})
+            connection.is_answered = True
+            while (await self._request.receive()).get("more_body", False):
+                pass
+            message = {"type": "http.response.body"}
         await self._send(message)
 
     async def fail(self, error: QuireError, headers: Mapping[str, str]) -> None:

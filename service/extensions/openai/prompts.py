@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.v1 import executor_pb2, types_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
+from service.auth.authenticator import counted
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, finite
 from service.runtimes.answer_parts import encoded_prompt, reading_of
@@ -49,19 +50,23 @@ async def prompts_of(request: CompletionRequest, text: TextModel, formats: Outpu
     is_scored = request.num_scored is not None or request.experts is not None
     if not (is_scored or request.echo or request.with_token_ids or request.usage_in_all):
         return []
-    each: list[Prompt] = []
-    for item in request.items:
-        as_run, reading = reading_of(item, formats)
-        tokens, _ = await encoded_prompt(as_run, reading, text, max_tokens=request.model.max_tokens)
-        prompt = Prompt(list(tokens))
-        if request.echo:
-            is_text = item.HasField("text")
-            prompt.text = item.text if is_text else _decoded(await text.tokenizer(), prompt.token_ids)
-        if reading is not None:
-            item.answer_parts.tools_json = item.chat.tools_json
-        item.tokens.token_ids[:] = prompt.token_ids
-        each.append(prompt)
-    return each
+    with counted(len(request.items), are_made=True):
+        return [await _prompt_of(item, request, text, formats) for item in request.items]
+
+
+async def _prompt_of(
+    item: runner_pb2.ExecuteItem, request: CompletionRequest, text: TextModel, formats: OutputFormats
+) -> Prompt:
+    as_run, reading = reading_of(item, formats)
+    tokens, _ = await encoded_prompt(as_run, reading, text, max_tokens=request.model.max_tokens)
+    prompt = Prompt(list(tokens))
+    if request.echo:
+        is_text = item.HasField("text")
+        prompt.text = item.text if is_text else _decoded(await text.tokenizer(), prompt.token_ids)
+    if reading is not None:
+        item.answer_parts.tools_json = item.chat.tools_json
+    item.tokens.token_ids[:] = prompt.token_ids
+    return prompt
 
 
 def _decoded(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ unknown fields, are refused. Those that set a field of an item are in `item_fiel
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any
 
 from quire.v1 import runner_pb2, types_pb2
 
-from service.errors import SequenceTooLong
+from service.errors import InvalidArgument, SequenceTooLong
 from service.extensions.openai.fields import Fields, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.item_fields import (
     CHAT,
@@ -76,6 +77,7 @@ class CompletionRequest:
         echo: The answer begins with the prompt. `echo_only`: and has nothing else.
         with_token_ids: Whether the tokens of prompts and answers are returned.
         experts: Which experts are returned. None: none.
+        copied_bytes: What its items have in common, of all but the first.
     """
 
     items: list[runner_pb2.ExecuteItem]
@@ -94,6 +96,7 @@ class CompletionRequest:
     echo_only: bool = False
     with_token_ids: bool = False
     experts: RoutedExperts | None = None
+    copied_bytes: int = 0
 
     def param_of(self, path: str) -> str:
         """The field of the request that an error names by a field of an item."""
@@ -111,8 +114,13 @@ class CompletionRequest:
 ResolveModel = Callable[[str], ResolvedModel]
 
 
-def completion(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
-    """A request to /v1/completions. Raises InvalidArgument, and what `resolve` raises."""
+def completion(
+    value: object, resolve: ResolveModel, experts_form: str = NONE, max_bytes: int = sys.maxsize
+) -> CompletionRequest:
+    """A request to /v1/completions. Raises InvalidArgument, and what `resolve` raises.
+
+    `max_bytes`: of its items together, as an Execute would have them.
+    """
     fields = Fields(value)
     model = resolve(fields.required("model"))
     shared = new_item(model)
@@ -131,8 +139,13 @@ def completion(value: object, resolve: ResolveModel, experts_form: str = NONE) -
         raise unsupported("suffix", "texts can be continued, not filled in")
     if fields.get("best_of", integer, 1, MAX_SAMPLES) not in (None, 1, shared.n):
         raise unsupported("best_of", "must be n: all samples are returned")
+    given_prompts = prompts(fields.raw("prompt"), model.max_tokens, "prompt", _MAX_PROMPTS)
+    copied_bytes = shared.ByteSize() * (len(given_prompts) - 1)
+    if copied_bytes > max_bytes:
+        text = f"the settings, once for each prompt, may have at most {max_bytes} bytes"
+        raise InvalidArgument("REQUEST_TOO_LARGE", "prompt", text)
     items: list[runner_pb2.ExecuteItem] = []
-    for prompt in prompts(fields.raw("prompt"), model.max_tokens, "prompt", _MAX_PROMPTS):
+    for prompt in given_prompts:
         item = runner_pb2.ExecuteItem()
         item.CopyFrom(shared)
         item.item_id = str(len(items))
@@ -144,7 +157,15 @@ def completion(value: object, resolve: ResolveModel, experts_form: str = NONE) -
     neutral = {**NEUTRAL, **_NEUTRAL_OF_CHATS, "add_special_tokens": True}
     fields.refuse_others(IGNORED, neutral)
     return CompletionRequest(
-        items=items, is_chat=False, has_logprobs=shared.logprobs, echo=echo, echo_only=echo_only, **common
+        items=items,
+        is_chat=False,
+        has_logprobs=shared.logprobs,
+        echo=echo,
+        echo_only=echo_only,
+        # Each prompt is one, and together they may have too many samples.
+        names={"items": "prompt"},
+        copied_bytes=copied_bytes,
+        **common,
     )
 
 

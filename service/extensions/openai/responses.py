@@ -86,10 +86,9 @@ class CompletionResponse:
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
         """The events of a chunk, if it has any. Raises QuireError if its sample failed."""
+        chunk = self._shown(chunk)
         choice, parts = self._update_choice(chunk)
         yield from self._first_events(choice)
-        if self._request.echo_only:
-            chunk, parts = runner_pb2.SampleChunk(finish_reason=chunk.finish_reason), []
         entries = self._new_entries(choice, chunk) if self._request.has_logprobs else []
         deltas = list(self._deltas(parts))
         token_ids = list(chunk.token_ids) if self._request.with_token_ids else []
@@ -171,6 +170,7 @@ class CompletionResponse:
 
     def add(self, chunk: runner_pb2.SampleChunk) -> int:
         """Stores a chunk. Returns the bytes that it takes. Raises QuireError if its sample failed."""
+        chunk = self._shown(chunk)
         choice, parts = self._update_choice(chunk)
         if self._request.is_chat:
             choice.keep(parts)
@@ -223,8 +223,7 @@ class CompletionResponse:
     def _texts(self, choice: Choice) -> Iterator[str]:
         if self._request.echo:
             yield self._prompt(choice.index).text
-        if not self._request.echo_only:
-            yield from (chunk.text for chunk in choice.chunks())
+        yield from (chunk.text for chunk in choice.chunks())
 
     # Of prompts.
 
@@ -249,14 +248,14 @@ class CompletionResponse:
         wanted = self._request.experts
         if wanted is None:
             return {}
-        prompt, echo_only = self._prompt(choice.index), self._request.echo_only
+        prompt = self._prompt(choice.index)
         generated: Iterable[bytes] = of_stream or ()
-        if of_stream is None and not echo_only:
+        if of_stream is None:
             generated = (experts for chunk in choice.chunks() for experts in chunk.experts)
         # The first token that is generated has those of the prompt's last one.
         before, num_prompt = prompt.experts(wanted.start), len(prompt.token_ids)
         after = itertools.islice(generated, int(wanted.start == num_prompt), None)
-        num_rows = max(0, num_prompt - wanted.start - 1 + (0 if echo_only else choice.num_tokens))
+        num_rows = max(0, num_prompt - wanted.start - 1 + choice.num_tokens)
         string = _Text if of_stream is None else "".join
         return {"routed_experts": wanted.encoded(itertools.chain(before, after), num_rows, string)}
 
@@ -292,9 +291,20 @@ class CompletionResponse:
         if self._request.echo:
             yield from self._prompt_entries(choice)
         num_characters = choice.begin
-        for chunk in choice.chunks() if not self._request.echo_only else ():
+        for chunk in choice.chunks():
             yield from self._token_texts.entries(chunk, num_characters, choice.begin)
             num_characters += len(chunk.text)
+
+    def _shown(self, chunk: runner_pb2.SampleChunk) -> runner_pb2.SampleChunk:
+        """What the response has of a chunk: nothing of the token behind an echo that is wanted alone."""
+        if not self._request.echo_only or chunk.HasField("error"):
+            return chunk
+        shown = runner_pb2.SampleChunk(item_id=chunk.item_id, sample=chunk.sample)
+        if chunk.finish_reason:
+            shown.finish_reason = runner_pb2.FINISH_REASON_LENGTH
+            shown.usage.CopyFrom(chunk.usage)
+            shown.usage.output_tokens = 0
+        return shown
 
     def _update_choice(self, chunk: runner_pb2.SampleChunk) -> tuple[Choice, list[Part]]:
         """A chunk's choice, whose end and usage are stored, and its parts. Raises QuireError if it failed."""
@@ -320,8 +330,6 @@ class CompletionResponse:
             if key not in self._usage:
                 output += choice.num_tokens
                 prompt += len(self._prompt(index).token_ids) if self._prompts and not key[1] else 0
-        if self._request.echo_only:
-            output = 0
         cached = sum(usage.cached_tokens for (_, sample), usage in usages if not sample)
         return {
             "prompt_tokens": prompt,

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.server_state import ServerState
+from service.auth.authenticator import counted
 from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong
 from service.extensions.openai.anthropic_messages import messages
 from service.extensions.openai.bodies import BodyReader
@@ -111,7 +112,8 @@ class BodyHandler:
         """Raises QuireError. Ends if the client disconnects: a template may take seconds."""
 
         async def respond(value: object) -> None:
-            response = JSONResponse(await self.answer(value))
+            with counted():
+                response = JSONResponse(await self.answer(value))
             await response(scope, receive, send)
 
         async with self.body_reader.read(Request(scope, receive)) as value:

@@ -19,6 +19,7 @@ from service.extensions.providers.dialects.base import (
     sampling_fields_but,
 )
 from service.extensions.providers.failures import stream_error
+from service.extensions.providers.prices import MAX_TOKENS
 from service.text.bounded_json import call_arguments, chat_role, tools_of
 
 _VERSION = "2023-06-01"
@@ -125,7 +126,8 @@ class Messages(Dialect):
         if data.has("input_tokens"):
             cached = data.count("cache_read_input_tokens")
             new = data.count("input_tokens") + data.count("cache_creation_input_tokens")
-            self._usage.cached_tokens, self._usage.input_tokens = cached, cached + new
+            self._usage.cached_tokens = cached
+            self._usage.input_tokens = min(cached + new, MAX_TOKENS)
         if data.has("output_tokens"):
             self._usage.output_tokens = data.count("output_tokens")
         return self._usage

@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx2
 import pytest
 
 from service.auth.tokens import Role, new_token
-from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, serving
+from tests.chat_templates import byte_tokenizer
+from tests.service.extensions.openai.test_front import QUESTION, TIMEOUT_S, FakeRuntime, generate_yes, serving
 
 READ = ("/is_paused", "/get_world_size", "/weight_info")
 OPERATORS = (
@@ -93,6 +96,33 @@ async def test_however_a_path_is_spelled_only_operators_reach_their_calls(
             own = "GET" if path in READ else "POST"
             assert {(own, path), (own, f"{path}%0A"), (own, f"http://localhost{path}?a=1")} <= reached
             assert {method for method, _ in reached} == ({"GET", "HEAD"} if own == "GET" else {"POST"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {"prompt": "a"}, 200),
+        ("/detokenize", {"tokens": [65]}, 200),
+        # What cannot be prepared has counted, too.
+        ("/v1/messages/count_tokens", {"model": "local", "messages": QUESTION}, 400),
+        ("/v1/chat/completions", {"model": "local", "messages": QUESTION, "return_token_ids": True}, 400),
+        ("/v1/embeddings", {"model": "local", "input": ""}, 400),
+    ],
+)
+async def test_text_becomes_tokens_within_the_quota(
+    tmp_path: Path, path: str, body: dict[str, Any], status: int
+) -> None:
+    token, line = new_token("alice", [Role.CALL])
+    (tmp_path / "tokens").write_text(
+        f"[tokens]\n{line}\n[tenants.alice]\nmax_per_s = 0.001\nmax_in_flight = 1\n"
+    )
+    texts, file = {"tokenizer_json": byte_tokenizer().to_str().encode()}, str(tmp_path / "tokens")
+    async with serving(FakeRuntime(generate_yes, "local"), texts=texts, tokens=file) as served:
+        url = f"http://127.0.0.1:{served.port}"
+        async with httpx2.AsyncClient(headers={"authorization": f"Bearer {token}"}) as client:
+            found = [await client.post(url + path, json=body, timeout=TIMEOUT_S) for _ in range(2)]
+    assert [answer.status_code for answer in found] == [status, 429]
+    assert "max_per_s" in found[1].json()["error"]["message"]
 
 
 async def test_only_who_may_call_learns_which_paths_there_are(tmp_path: Path) -> None:

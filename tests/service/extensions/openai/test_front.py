@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import http.client
 import json
 import socket
 import ssl
@@ -24,6 +25,7 @@ from service.adapters.registry import Adapters
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
+from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
@@ -213,6 +215,35 @@ async def test_errors_have_their_status() -> None:
             assert "secret" not in caught.value.response.text
             assert headers.items() <= caught.value.response.headers.items()
             assert caught.value.response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "param"),
+    [
+        ({"top_k": 5}, "sampling.top_k", "top_k"),
+        ({"reasoning_effort": "low"}, "chat.variables_json", "reasoning_effort"),
+        ({"structured_outputs": {"regex": "a"}}, "constraint.regex", "structured_outputs"),
+    ],
+)
+async def test_what_a_runtime_cannot_do_is_named_as_the_request_has_it(
+    settings: dict[str, Any], field: str, param: str
+) -> None:
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        failure = ProviderFailure("UNSUPPORTED", f"{field}: the provider cannot do it", field=field)
+        sink.put([chunk(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=to_status(failure))])
+
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTION, extra_body=settings)
+    assert (caught.value.code, caught.value.param) == ("unsupported", param)
+    assert caught.value.message.endswith(f" {param}: the provider cannot do it")
+
+
+async def test_too_many_samples_are_those_of_the_prompts() -> None:
+    async with serving(FakeRuntime(generate_yes)) as served, served.client() as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="m", prompt=["a"] * 9, n=128)
+    assert (caught.value.code, caught.value.param) == ("too_many_samples", "prompt")
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, BaseException])
@@ -498,33 +529,72 @@ async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
                 writer.close()
 
 
-@pytest.mark.parametrize("size_bytes", [30_000, 90_000])
-async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
-    """Otherwise the connection of a client that still sends is reset. A far too large body is not read."""
+def refused_status(port: int, path: str, size_bytes: int) -> int:
+    """The status that a client gets which sends all of its body before it reads."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", path, b" " * size_bytes, {"content-type": "application/json"})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+async def test_the_settings_of_prompts_count_for_each_until_the_response() -> None:
+    held_bytes = []
+
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        held_bytes.append(bodies.used)
+        end: Any = {"text": "yes", "finish_reason": runner_pb2.FINISH_REASON_STOP}
+        sink.put([runner_pb2.SampleChunk(item_id=item.item_id, **end) for item in batch.items])
+
+    settings: Any = {"model": "m", "prompt": ["a"] * 100, "extra_body": {"guided_regex": "a" * 500}}
+    async with serving(FakeRuntime(generate), max_unread_bytes=400_000) as served, served.client() as client:
+        bodies = served.state.budgets.bodies
+        assert len((await client.completions.create(**settings)).choices) == 100
+        assert held_bytes[0] > 99 * 500
+        with bodies.held(180_000), pytest.raises(openai.RateLimitError, match="arriv"):
+            await client.completions.create(**settings)
+        await until(lambda: bodies.used == 0)
+
+
+async def test_who_is_refused_while_it_still_sends_gets_the_response() -> None:
+    """Its connection is not reset, whose buffers take less than this."""
     async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000) as served:
+        for path, status in (("/v1/chat/completions", 413), ("/nothing", 404)):
+            assert await asyncio.to_thread(refused_status, served.port, path, 32 << 20) == status
+        await until(lambda: not served.front.server.connections)
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_body_that_is_too_large_is_refused_before_it_has_arrived(is_announced: bool) -> None:
+    """Who never sends the rest of it has a connection like one without a request."""
+    async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000, message_timeout_s=2) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         try:
-            is_read = size_bytes < 40_000
-            sent = raw_request(user="x" * size_bytes)
-            writer.write(sent + raw_request() if is_read else sent[:50_000])
-            assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).startswith(b"HTTP/1.1 413")
-            rest = await asyncio.wait_for(
-                reader.read() if not is_read else reader.readuntil(b"200 OK"), TIMEOUT_S
-            )
-            assert (b"200 OK" in rest) == is_read
+            head, _, body = raw_request(user="x" * 30_000).partition(b"\r\n\r\n")
+            if is_announced:
+                writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
+            else:
+                head = head[: head.index(b"content-length")] + b"transfer-encoding: chunked"
+                writer.write(head + b"\r\n\r\n%x\r\n%b\r\n" % (len(body), body))
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), TIMEOUT_S)
+            assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer
+            (connection,) = served.front.server.connections
+            assert not connection.has_running_request() and served.state.budgets.bodies.used == 0
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), TIMEOUT_S) == b""
         finally:
             writer.close()
 
 
-async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None:
-    bodies, held_bytes = reader_of(1000, 2000), []
+async def test_nothing_is_read_of_a_body_that_announces_too_many_bytes() -> None:
+    bodies = reader_of(1000, 2000)
 
     async def receive() -> Message:
-        held_bytes.append(bodies.budgets.bodies.used)
-        return {"type": "http.request", "body": b" " * 100, "more_body": len(held_bytes) < 3}
+        raise AssertionError("the body is read")
 
     headers = [(b"content-type", b"application/json"), (b"content-length", b"1001")]
     with pytest.raises(InvalidArgument, match="at most 1000 bytes"):
         async with bodies.read(Request({"type": "http", "headers": headers}, receive)):
             pass
-    assert held_bytes == [0, 0, 0]
+    assert bodies.budgets.bodies.used == 0

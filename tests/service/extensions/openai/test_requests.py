@@ -112,6 +112,17 @@ def test_invalid_prompts(prompt: Any) -> None:
     assert errors.body(caught.value)["error"]["param"].startswith("prompt")
 
 
+def test_the_settings_of_all_prompts_are_limited_before_they_are_copied() -> None:
+    """Otherwise a body of 16 MB would take as many GB."""
+    body = {"model": "m", "prompt": ["a"] * 1024, "guided_regex": "a" * 2000}
+    request = completion(body, resolve, max_bytes=3_000_000)
+    size_bytes = sum(item.ByteSize() for item in request.items)
+    assert 0.9 * size_bytes < request.copied_bytes < size_bytes
+    with pytest.raises(InvalidArgument) as caught:
+        completion({**body, "guided_regex": "a" * 3000}, resolve, max_bytes=3_000_000)
+    assert (caught.value.reason, caught.value.field) == ("REQUEST_TOO_LARGE", "prompt")
+
+
 def test_token_prompts_are_limited_by_the_context_of_the_model() -> None:
     own = ResolvedModel("local", is_local=True, sampling_defaults=DEFAULTS, max_tokens=4)
     for prompt in ([1, 2, 3, 4], [[1], [5, 6, 7, 8]]):

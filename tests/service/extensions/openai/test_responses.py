@@ -14,6 +14,7 @@ from quire.v1 import runner_pb2, types_pb2
 from tokenizers import Tokenizer
 
 from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.prompts import Prompt
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.token_texts import TokenTexts
@@ -194,3 +195,39 @@ def test_an_end_token_has_no_entry() -> None:
         ids = [letter, end] if letter not in ends else [letter]
         _, logprobs = answers("byte_level", chunks_of("byte_level", ids, ends=ends))
         assert logprobs["tokens"] == expected
+
+
+# Echoes.
+
+
+@pytest.mark.parametrize("ends", [(), (1,)])
+def test_an_echo_alone_has_nothing_of_what_would_follow(ends: Sequence[int]) -> None:
+    """Also if that would have been the end of the text."""
+    (last,) = chunks_of("byte_level", [1], ends=ends)[:1]
+    last.finish_reason = last.finish_reason or runner_pb2.FINISH_REASON_LENGTH
+    last.usage.input_tokens, last.usage.output_tokens = 2, 1
+    for is_stream in (False, True):
+        request = CompletionRequest(
+            items=[runner_pb2.ExecuteItem(item_id="0", n=1)],
+            model=MODEL,
+            is_chat=False,
+            has_logprobs=False,
+            is_stream=is_stream,
+            with_usage=is_stream,
+            echo=True,
+            echo_only=True,
+            with_token_ids=True,
+        )
+        response = CompletionResponse(request, TokenTexts(None), [Prompt([5, 6], "ab")])
+        response.begin(runner_pb2.ExecutionStarted())
+        if is_stream:
+            first, end, with_usage = (*response.events(last), *response.last_events())
+            choice = {**first["choices"][0], **end["choices"][0], "text": "ab"}
+            usage = with_usage["usage"]
+        else:
+            response.add(last)
+            whole = json.loads("".join(response.pieces()))
+            (choice,), usage = whole["choices"], whole["usage"]
+        assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("ab", [], "length")
+        assert choice["prompt_token_ids"] == [5, 6]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 0)

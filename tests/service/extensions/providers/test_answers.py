@@ -224,6 +224,17 @@ async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.M
         assert (last.usage.input_tokens, last.usage.cached_tokens, last.usage.output_tokens) == (7, 3, 9)
 
 
+async def test_counts_that_are_too_large_together_do_not_fail_an_answer(provider: FakeProvider) -> None:
+    counted = {"input_tokens": 3, "cache_read_input_tokens": (1 << 32) - 1, "output_tokens": 1}
+    end = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": counted}
+    provider.script.append(stream(end, {"type": "message_stop"}, done=False))
+
+    async with remote(config(provider, dialect="anthropic-messages")) as runtime:
+        last = (await run(runtime, item())).last()
+
+    assert (last.finish_reason, last.usage.input_tokens) == (STOP, (1 << 32) - 1)
+
+
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
 async def test_the_most_tokens_of_all_samples_can_be_estimated(provider: FakeProvider, dialect: str) -> None:
     wanted = item(n=128, max_tokens=(1 << 32) - 1, max_cost_usd=1.0)
