@@ -99,7 +99,7 @@ def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Mess
         if message.HasField("reasoning_content"):
             # Templates have three names for it.
             names = ("reasoning_content", "thinking", "reasoning")
-            fields |= dict.fromkeys(names, message.reasoning_content)
+            fields.update(dict.fromkeys(names, message.reasoning_content))
         if message.tool_calls and not message.HasField("content"):
             fields["content"] = null
             if null is _ABSENT:

@@ -171,6 +171,11 @@ TOOL_FORMATS = (
         closing=" </tool_call>",
     ),
     ToolFormat(
+        "seed_oss", ("<seed:tool_call>",), ("<seed:tool_call>",), Arguments.PAIRS,
+        head=("<function={name}> ",), key="<parameter={key}>", value_end="</parameter>",
+        tail=" </function>", closing=" </seed:tool_call>",
+    ),
+    ToolFormat(
         "qwen3_coder", ("<function=",), ("<tool_call>",), Arguments.PAIRS,
         head=("<function={name}> ",), key="<parameter={key}>", value_end="</parameter>",
         tail=" </function>", closing=" </tool_call>",

@@ -50,6 +50,9 @@ WRITTEN = {
     "mistral_list": f"[TOOL_CALLS] [{', '.join(OBJECTS)}]",
     "glm45": "<tool_call>look_up\n<arg_key>city</arg_key>\n<arg_value>Bern <b></arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=look_up>\n<parameter=city>Bern <b></parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>",
     "qwen3_coder": "<tool_call>\n<function=look_up>\n<parameter=city>\nBern <b>\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=stop>\n</function>\n"
     "</tool_call>",
