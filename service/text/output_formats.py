@@ -83,6 +83,8 @@ class Arguments(enum.Enum):
 class ToolFormat:
     """A section of calls: one of `begins`, `opening`, calls with `between` them, `closing`.
 
+    One of `begins` can also be that of `head`.
+
     What is written with spaces, from `opening` to `key`, are texts of a `Pattern`.
 
     Attributes:
@@ -176,7 +178,8 @@ TOOL_FORMATS = (
         tail=" </function>", closing=" </seed:tool_call>",
     ),
     ToolFormat(
-        "qwen3_coder", ("<function=",), ("<tool_call>",), Arguments.PAIRS,
+        # It may leave out the first of these.
+        "qwen3_coder", ("<function=",), ("<tool_call>", "<function="), Arguments.PAIRS,
         head=("<function={name}> ",), key="<parameter={key}>", value_end="</parameter>",
         tail=" </function>", closing=" </tool_call>",
     ),

@@ -334,7 +334,7 @@ class OutputParser:
                 yield from self._message(form)
                 return
             yield from self._expect(form.opening)
-            yield from self._call(form, is_marked=bool(marker))
+            yield from self._call(form, marker, is_marked=bool(marker))
             while form.between is not None:
                 self._read_text.clear()
                 begin = ""
@@ -364,9 +364,12 @@ class OutputParser:
             raise _NoCall
         return found
 
-    def _call(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
-        """A call, or several where these are one text. Raises _NoCall or _Broken."""
-        head = yield from self._expect(*form.head)
+    def _call(self, form: ToolFormat, marker: str = "", *, is_marked: bool) -> _Reading:
+        """A call, or several where these are one text. Raises _NoCall or _Broken.
+
+        `marker`: what was read just before, which may be the beginning of its head.
+        """
+        head = yield from self._expect(*(text.removeprefix(marker) for text in form.head))
         if form.arguments is Arguments.CALL_OBJECT:
             yield from self._call_object(form, is_marked=is_marked)
         elif form.arguments is Arguments.PYTHON:

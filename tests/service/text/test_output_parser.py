@@ -220,6 +220,15 @@ def test_many_dropped_texts() -> None:
     assert content == "<p></p><SPECIAL_" * 1000
 
 
+def test_qwen3_coder_may_leave_out_the_first_marker() -> None:
+    text = "Let me see.\n" + WRITTEN["qwen3_coder"].replace("<tool_call>\n", "")
+    content, _, calls = gathered(parts_of(BY_NAME["qwen3_coder"], text))
+    assert content == "Let me see."
+    assert valued(calls) == [("look_up", {"city": "Bern <b>", "days": 3}), ("stop", {})]
+    text = "Write <function=name>:<function=look_up>\n<parameter=city>\nBern"
+    assert gathered(parts_of(BY_NAME["qwen3_coder"], text)) == (text, "", [])
+
+
 def test_calls_after_a_malformed_one_are_found() -> None:
     text = '<tool_call>{"name": "stop", "arguments": {1}} ' + WRITTEN["hermes"]
     content, _, calls = gathered(parts_of(BY_NAME["hermes"], [text]))
