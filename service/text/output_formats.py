@@ -24,10 +24,11 @@ MAX_HEAD_CHARACTERS = 512
 class Pattern:
     """Texts of which a parser expects one: literal characters, and what stands for others.
 
-    A space is any whitespace, none included; {name}, {id} and {key} are what they say, {word} is not used.
+    Spaces are any whitespace, none included; {name}, {id} and {key} are what they say, {word} is not used.
     """
 
-    _ATOMS = re.compile(r"\{(\w+)\}|(.)", re.DOTALL)
+    # Several spaces are one atom: each more would square the time of a search.
+    _ATOMS = re.compile(r"\{(\w+)\}|( +|.)", re.DOTALL)
     _CLASSES = {  # noqa: RUF012 - constant
         "name": r"(?P<name>[\w.\-]+)",
         "id": r"(?P<id>[\w.:\-]+)",
@@ -61,7 +62,7 @@ class Pattern:
         placeholder, literal = match.groups()
         if placeholder:
             return cls._CLASSES[placeholder]
-        return r"\s*" if literal == " " else re.escape(literal)
+        return r"\s*" if literal.startswith(" ") else re.escape(literal)
 
 
 class Arguments(enum.Enum):
