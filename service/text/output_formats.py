@@ -91,7 +91,7 @@ class ToolFormat:
     Attributes:
         name: For `--tool-call-parser`.
         marks: The chat template has all of these.
-        first: An answer that begins with this character may be a section that nothing begins.
+        first: An answer that begins with this may be a section that nothing begins.
         head, tail: Before and after the arguments of each call.
         between: None: a section has one call.
         key, value_end: Before and after the value of a pair.
@@ -145,7 +145,8 @@ _CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", " <｜tool▁calls▁end｜
 
 # The first whose marks a template has is used.
 TOOL_FORMATS = (
-    ToolFormat("openai", ("<|channel|>",), ("<|start|>", "<|channel|>"), Arguments.MESSAGE),
+    # The prompt ends behind the role, which a recipient may follow.
+    ToolFormat("openai", ("<|channel|>",), ("<|start|>", "<|channel|>"), Arguments.MESSAGE, first="to="),
     ToolFormat(
         "kimi_k2", ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), Arguments.OBJECT,
         head=("<|tool_call_begin|> {id} <|tool_call_argument_begin|> ",),

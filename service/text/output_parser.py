@@ -318,13 +318,9 @@ class OutputParser:
         form = self._format
         if form is None or not form.first:
             return
-        yield from self._match(" ")
-        char = yield from self._read()
-        self._unread(len(char))
-        if char == form.first:
-            yield from self._section(form, "")
-        else:
+        if (yield from self._match(" " + form.first)) is not None:
             self._unread(len(self._read_text))
+            yield from self._section(form, "")
 
     def _section(self, form: ToolFormat, marker: str) -> _Reading:
         """Calls after a marker. If there is none, the marker is content, and what follows is read again."""

@@ -220,6 +220,15 @@ def test_many_dropped_texts() -> None:
     assert content == "<p></p><SPECIAL_" * 1000
 
 
+def test_gpt_oss_may_call_at_once() -> None:
+    """Its prompt ends with <|start|>assistant."""
+    text = ' to=functions.look_up<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>'
+    content, _, calls = gathered(parts_of(BY_NAME["openai"], text, "openai"))
+    assert (content, valued(calls)) == ("", [("look_up", {"city": "Bern"})])
+    parser = OutputParser(OutputFormats(BY_NAME["openai"]), TOOLS)
+    assert parser.push("to be") == [Part(content="to be")], "an answer is not held back"
+
+
 def test_qwen3_coder_may_leave_out_the_first_marker() -> None:
     text = "Let me see.\n" + WRITTEN["qwen3_coder"].replace("<tool_call>\n", "")
     content, _, calls = gathered(parts_of(BY_NAME["qwen3_coder"], text))
