@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.setting_rules import REASONING_PARSERS, TOOL_CALL_PARSERS
+from service.text.call_values import MAX_CALLS
 from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
 from service.text.output_formats import (
     FORCED,
@@ -24,7 +25,7 @@ from service.text.output_formats import (
     ToolFormat,
     formats_of,
 )
-from service.text.output_parser import MAX_CALLS, OutputParser, Part
+from service.text.output_parser import OutputParser, Part
 
 TOOLS: dict[str, dict[str, Any]] = {
     "look_up": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -188,6 +189,11 @@ def test_a_number_beyond_the_largest_is_a_text() -> None:
         ({"type": "string"}, "True", "True"),
         ({"type": "number"}, "1.5", 1.5),
         ({"type": [3, {}], "anyOf": 3}, "false", False),
+        ({"type": "array"}, "[1, 'a', None, True]", [1, "a", None, True]),
+        ({"type": ["object", "string"]}, "{'a': [1]}", {"a": [1]}),
+        ({"type": "array"}, "[1, f()]", "[1, f()]"),
+        ({"type": "array"}, "[1e999]", "[1e999]"),
+        ({"type": "string"}, "['a']", "['a']"),
         ({}, "12", 12),
     ],
 )
@@ -236,6 +242,13 @@ def test_qwen3_coder_may_leave_out_the_first_marker() -> None:
     assert valued(calls) == [("look_up", {"city": "Bern <b>", "days": 3}), ("stop", {})]
     text = "Write <function=name>:<function=look_up>\n<parameter=city>\nBern"
     assert gathered(parts_of(BY_NAME["qwen3_coder"], text)) == (text, "", [])
+
+
+def test_a_malformed_call_keeps_the_spaces_around_it() -> None:
+    text = "Look: \n" + WRITTEN["qwen3_coder"].replace("Bern <b>", "</parameter> x") + "\n end"
+    content, _, calls = gathered(parts_of(BY_NAME["qwen3_coder"], text))
+    assert [name for name, _ in calls] == ["stop"]
+    assert content == text[: text.index("\n<tool_call>\n<function=stop>")] + "end"
 
 
 def test_calls_after_a_malformed_one_are_found() -> None:
