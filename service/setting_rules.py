@@ -24,7 +24,7 @@ DTYPES = (AUTO, "bfloat16", "float16", "float32")
 # The names in the tables of service/text/output_formats.py.
 TOOL_CALL_PARSERS = (
     AUTO, "none", "openai", "kimi_k2", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "glm45",
-    "qwen3_coder", "hermes", "llama4_pythonic", "pythonic", "llama3_json",
+    "seed_oss", "qwen3_coder", "hermes", "llama4_pythonic", "pythonic", "llama3_json",
 )  # fmt: skip
 REASONING_PARSERS = (AUTO, "none", "openai", "mistral", "seed_oss", "think")
 _KIB, MIB = 1 << 10, 1 << 20

@@ -18,9 +18,10 @@ from quire.v1 import runner_pb2
 from service.api.server_state import ServerState
 from service.errors import InvalidArgument, NoTokenizer
 from service.text.bounded_json import tools_of
+from service.text.call_values import MAX_CALLS, is_name
 from service.text.constraints import MAX_GRAMMAR_BYTES
 from service.text.output_formats import FORCED, OutputFormats, ReasoningFormat, formats_of
-from service.text.output_parser import MAX_CALLS, OutputParser, is_name
+from service.text.output_parser import OutputParser
 from service.text.text_model import TextModel
 
 if TYPE_CHECKING:

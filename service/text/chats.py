@@ -97,8 +97,9 @@ def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Mess
     written = openai_messages(chat, _value if are_values else _text)
     for message, fields in zip(chat.messages, written, strict=True):
         if message.HasField("reasoning_content"):
-            # Templates have two names for it.
-            fields["reasoning_content"] = fields["thinking"] = message.reasoning_content
+            # Templates have three names for it.
+            names = ("reasoning_content", "thinking", "reasoning")
+            fields.update(dict.fromkeys(names, message.reasoning_content))
         if message.tool_calls and not message.HasField("content"):
             fields["content"] = null
             if null is _ABSENT:

@@ -24,10 +24,11 @@ MAX_HEAD_CHARACTERS = 512
 class Pattern:
     """Texts of which a parser expects one: literal characters, and what stands for others.
 
-    A space is any whitespace, none included; {name}, {id} and {key} are what they say, {word} is not used.
+    Spaces are any whitespace, none included; {name}, {id} and {key} are what they say, {word} is not used.
     """
 
-    _ATOMS = re.compile(r"\{(\w+)\}|(.)", re.DOTALL)
+    # Several spaces are one atom: each more would square the time of a search.
+    _ATOMS = re.compile(r"\{(\w+)\}|( +|.)", re.DOTALL)
     _CLASSES = {  # noqa: RUF012 - constant
         "name": r"(?P<name>[\w.\-]+)",
         "id": r"(?P<id>[\w.:\-]+)",
@@ -61,7 +62,7 @@ class Pattern:
         placeholder, literal = match.groups()
         if placeholder:
             return cls._CLASSES[placeholder]
-        return r"\s*" if literal == " " else re.escape(literal)
+        return r"\s*" if literal.startswith(" ") else re.escape(literal)
 
 
 class Arguments(enum.Enum):
@@ -83,12 +84,14 @@ class Arguments(enum.Enum):
 class ToolFormat:
     """A section of calls: one of `begins`, `opening`, calls with `between` them, `closing`.
 
+    One of `begins` can also be that of `head`.
+
     What is written with spaces, from `opening` to `key`, are texts of a `Pattern`.
 
     Attributes:
         name: For `--tool-call-parser`.
         marks: The chat template has all of these.
-        first: An answer that begins with this character may be a section that nothing begins.
+        first: An answer that begins with this may be a section that nothing begins.
         head, tail: Before and after the arguments of each call.
         between: None: a section has one call.
         key, value_end: Before and after the value of a pair.
@@ -142,7 +145,8 @@ _CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", " <｜tool▁calls▁end｜
 
 # The first whose marks a template has is used.
 TOOL_FORMATS = (
-    ToolFormat("openai", ("<|channel|>",), ("<|start|>", "<|channel|>"), Arguments.MESSAGE),
+    # The prompt ends behind the role, which a recipient may follow.
+    ToolFormat("openai", ("<|channel|>",), ("<|start|>", "<|channel|>"), Arguments.MESSAGE, first="to="),
     ToolFormat(
         "kimi_k2", ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), Arguments.OBJECT,
         head=("<|tool_call_begin|> {id} <|tool_call_argument_begin|> ",),
@@ -171,7 +175,13 @@ TOOL_FORMATS = (
         closing=" </tool_call>",
     ),
     ToolFormat(
-        "qwen3_coder", ("<function=",), ("<tool_call>",), Arguments.PAIRS,
+        "seed_oss", ("<seed:tool_call>",), ("<seed:tool_call>",), Arguments.PAIRS,
+        head=("<function={name}> ",), key="<parameter={key}>", value_end="</parameter>",
+        tail=" </function>", closing=" </seed:tool_call>",
+    ),
+    ToolFormat(
+        # It may leave out the first of these.
+        "qwen3_coder", ("<function=",), ("<tool_call>", "<function="), Arguments.PAIRS,
         head=("<function={name}> ",), key="<parameter={key}>", value_end="</parameter>",
         tail=" </function>", closing=" </tool_call>",
     ),

@@ -11,31 +11,34 @@ stream.
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import json
 import re
 import string
-import warnings
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from service.text import bounded_json
+from service.text.call_values import (
+    MAX_CALLS,
+    MAX_PYTHON_MARKS,
+    NoCall,
+    call_of_object,
+    calls_of_python,
+    is_name,
+    typed_value,
+)
 from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
 from service.text.output_formats import MAX_HEAD_CHARACTERS, Arguments, OutputFormats, Pattern, ToolFormat
 
-MAX_CALLS = 128
 MAX_ARGUMENT_CHARACTERS = 1 << 20
 # Of an object that is not known to be a call yet, which is held back.
 _MAX_HELD_CHARACTERS = 1 << 16
 # What is read again in all, behind markers of sections without a call. Further ones are content at once, so
 # that the time grows with the length of an answer, and the end of a section takes some milliseconds.
 _MAX_READ_AGAIN = 1 << 13
-# Of Python, outside its strings: its parser takes ten microseconds for each.
-_MAX_PYTHON_MARKS = 1 << 12
 _SPACES = " \t\r\n"
 # Spaces that are held back, since they may come before a call, where they mean nothing.
 _MAX_HELD_SPACES = 256
@@ -44,29 +47,8 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _CALL_OBJECT = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
-_NAME = re.compile(r"[\w.:\-]{1,256}")
-# Values of parameters as the template of Qwen3-Coder writes them, and the types of JSON's values.
-_PYTHON_VALUES = {"True": True, "False": False, "None": None}
-_KINDS: Mapping[type, Collection[str]] = {
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    str: (),
-    list: ("array",),
-    dict: ("object",),
-    type(None): ("null",),
-}
 _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]+)")
-
-
-def is_name(text: str) -> bool:
-    """Whether a function may have this name."""
-    return _NAME.fullmatch(text) is not None
-
-
-class _NoCall(Exception):
-    """What was read is no call, and none of it was returned."""
 
 
 class _Broken(Exception):
@@ -132,7 +114,8 @@ class OutputParser:
         self.num_calls = 0
         self.is_thinking = is_thinking
         self._parts: list[Part] = []
-        self._spaces = ""
+        # Those held back, and those before the call that has begun last.
+        self._spaces = self._spaces_before = ""
         # Whether spaces at the beginning of the next text are dropped.
         self._drops_spaces = is_thinking and not goes_on
         # What comes next, from an index on, before what is pushed; and what was read since the beginning of
@@ -318,13 +301,9 @@ class OutputParser:
         form = self._format
         if form is None or not form.first:
             return
-        yield from self._match(" ")
-        char = yield from self._read()
-        self._unread(len(char))
-        if char == form.first:
-            yield from self._section(form, "")
-        else:
+        if (yield from self._match(" " + form.first)) is not None:
             self._unread(len(self._read_text))
+            yield from self._section(form, "")
 
     def _section(self, form: ToolFormat, marker: str) -> _Reading:
         """Calls after a marker. If there is none, the marker is content, and what follows is read again."""
@@ -334,14 +313,14 @@ class OutputParser:
                 yield from self._message(form)
                 return
             yield from self._expect(form.opening)
-            yield from self._call(form, is_marked=bool(marker))
+            yield from self._call(form, marker, is_marked=bool(marker))
             while form.between is not None:
                 self._read_text.clear()
                 begin = ""
                 if (yield from self._match(form.between)) is None:
                     break
                 yield from self._call(form, is_marked=bool(marker))
-        except _NoCall:
+        except NoCall:
             if self.num_calls == before:
                 self._say(marker)
             self._num_read_again += len(self._read_text)
@@ -353,7 +332,8 @@ class OutputParser:
             if self.num_calls == before:
                 return
         except _Broken:
-            self._add_to_call(broken=begin + "".join(self._read_text))
+            self._add_to_call(broken=self._spaces_before + begin + "".join(self._read_text))
+            self._drops_spaces = False
             return
         # Models may leave it out.
         yield from self._match(form.closing)
@@ -361,12 +341,15 @@ class OutputParser:
     def _expect(self, *texts: str) -> Generator[None, str, dict[str, str]]:
         found = yield from self._match(*texts)
         if found is None:
-            raise _NoCall
+            raise NoCall
         return found
 
-    def _call(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
-        """A call, or several where these are one text. Raises _NoCall or _Broken."""
-        head = yield from self._expect(*form.head)
+    def _call(self, form: ToolFormat, marker: str = "", *, is_marked: bool) -> _Reading:
+        """A call, or several where these are one text. Raises NoCall or _Broken.
+
+        `marker`: what was read just before, which may be the beginning of its head.
+        """
+        head = yield from self._expect(*(text.removeprefix(marker) for text in form.head))
         if form.arguments is Arguments.CALL_OBJECT:
             yield from self._call_object(form, is_marked=is_marked)
         elif form.arguments is Arguments.PYTHON:
@@ -382,12 +365,12 @@ class OutputParser:
         yield from self._match(form.tail)
 
     def _begin(self, form: ToolFormat, name: str, given_id: str = "", *, is_marked: bool = True) -> None:
-        """A call begins. Raises _NoCall if it is none."""
+        """A call begins. Raises NoCall if it is none."""
         if not is_name(name) or self.num_calls >= MAX_CALLS:
-            raise _NoCall
+            raise NoCall
         if not is_marked and name not in self._tools:
-            raise _NoCall
-        self._spaces, self._drops_spaces = "", True
+            raise NoCall
+        self._spaces_before, self._spaces, self._drops_spaces = self._spaces, "", True
         self.num_calls += 1
         self._add_to_call(begun=(given_id or self._new_id(form), name))
 
@@ -406,11 +389,11 @@ class OutputParser:
         self._add_to_call(arguments=text)
 
     def _arguments(self, form: ToolFormat, name: str, given_id: str = "") -> _Reading:
-        """A call whose arguments are an object. Raises _NoCall or _Broken."""
+        """A call whose arguments are an object. Raises NoCall or _Broken."""
         char = yield from self._read()
         self._unread(len(char))
         if char != "{":
-            raise _NoCall
+            raise NoCall
         self._begin(form, name, given_id)
         scanner, size = JsonScanner(), 0
         while not scanner.is_complete:
@@ -432,7 +415,7 @@ class OutputParser:
         return char
 
     def _call_object(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
-        """A call as an object with its name and its arguments. Raises _NoCall or _Broken."""
+        """A call as an object with its name and its arguments. Raises NoCall or _Broken."""
         scanner, text = JsonScanner(), ""
         has_begun = is_in_arguments = False
         while not scanner.is_complete:
@@ -440,7 +423,7 @@ class OutputParser:
             text += char
             most = MAX_ARGUMENT_CHARACTERS if has_begun else _MAX_HELD_CHARACTERS
             if not char or len(text) > most:
-                raise _Broken if has_begun else _NoCall
+                raise _Broken if has_begun else NoCall
             begins = not has_begun and char == "{" and scanner.depth == 2
             if begins and (match := _CALL_OBJECT.fullmatch(text)):
                 self._begin(form, match["name"], is_marked=is_marked)
@@ -449,12 +432,12 @@ class OutputParser:
                 self._add_arguments(char)
                 is_in_arguments = scanner.depth > 1
         if not has_begun:
-            name, arguments = _call_of(text)
+            name, arguments = call_of_object(text)
             self._begin(form, name, is_marked=is_marked)
             self._add_arguments(arguments)
 
     def _pairs(self, form: ToolFormat, name: str) -> _Reading:
-        """The arguments as keys and values, and the end of the call. Raises _NoCall or _Broken."""
+        """The arguments as keys and values, and the end of the call. Raises NoCall or _Broken."""
         ends = [form.tail + form.closing, *([form.tail] if form.tail.strip() else [])]
         key = yield from self._match(" " + form.key)
         if key is None:
@@ -463,7 +446,7 @@ class OutputParser:
         before = "{"
         while key is not None:
             value = yield from self._until(form.value_end)
-            typed = _typed(value, self._tools.get(name, {}), key["key"])
+            typed = typed_value(value, self._tools.get(name, {}), key["key"])
             self._add_arguments(f"{before}{json.dumps(key['key'])}: {typed}")
             before = ", "
             key = yield from self._match(" " + form.key)
@@ -472,12 +455,12 @@ class OutputParser:
         self._add_arguments("{}" if before == "{" else "}")
 
     def _python_calls(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
-        """A list of calls as in Python. Raises _NoCall."""
+        """A list of calls as in Python. Raises NoCall."""
         text, depth, quote, is_escaped, num_marks = "", 0, "", False, 0
         while not text or depth:
             char = yield from self._read()
-            if not char or len(text) >= _MAX_HELD_CHARACTERS or num_marks > _MAX_PYTHON_MARKS:
-                raise _NoCall
+            if not char or len(text) >= _MAX_HELD_CHARACTERS or num_marks > MAX_PYTHON_MARKS:
+                raise NoCall
             text += char
             if is_escaped:
                 is_escaped = False
@@ -490,10 +473,10 @@ class OutputParser:
                 depth += (char in "[({") - (char in "])}")
                 num_marks += not char.isalnum()
                 if not 0 <= depth <= MAX_LEVELS:
-                    raise _NoCall
-        calls = _calls_of_python(text, self._tools if not is_marked else None)
+                    raise NoCall
+        calls = calls_of_python(text, self._tools if not is_marked else None)
         if self.num_calls + len(calls) > MAX_CALLS:
-            raise _NoCall
+            raise NoCall
         for name, arguments in calls:
             self._begin(form, name)
             self._add_arguments(arguments)
@@ -505,7 +488,7 @@ class OutputParser:
             char = yield from self._read()
             head += char
             if not char or len(head) > MAX_HEAD_CHARACTERS:
-                raise _NoCall
+                raise NoCall
         recipient = _RECIPIENT.search(head)
         if recipient and self._tools:
             yield from self._match(" ")
@@ -523,68 +506,3 @@ def _beginnings(markers: frozenset[str]) -> tuple[re.Pattern[str], frozenset[str
     firsts = "".join(sorted({marker[0] for marker in markers}))
     found = frozenset(marker[:end] for marker in markers for end in range(1, len(marker) + 1))
     return re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)"), found
-
-
-def _call_of(text: str) -> tuple[str, str]:
-    """The name and the arguments of a call that is an object. Raises _NoCall."""
-    try:
-        call = bounded_json.loads(text)
-        arguments = call.get("arguments", call.get("parameters"))
-        if isinstance(arguments, str):
-            arguments = bounded_json.loads(arguments or "null")
-    except ValueError:
-        raise _NoCall from None
-    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict | None):
-        raise _NoCall
-    # Models write none in several ways.
-    return call["name"], json.dumps(arguments or {})
-
-
-def _calls_of_python(text: str, known: Collection[str] | None) -> list[tuple[str, str]]:
-    """The names and the arguments of calls in a list. `known`: names; None: any. Raises _NoCall."""
-    try:
-        with warnings.catch_warnings():
-            # Of escapes that Python does not know.
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text, mode="eval").body
-        if not isinstance(tree, ast.List) or not 0 < len(tree.elts) <= MAX_CALLS:
-            raise _NoCall
-        calls = []
-        for node in tree.elts:
-            if not isinstance(node, ast.Call) or node.args:
-                raise _NoCall
-            name = ast.unparse(node.func)
-            if not _NAME.fullmatch(name) or (known is not None and name not in known):
-                raise _NoCall
-            values = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg}
-            if len(values) != len(node.keywords):
-                raise _NoCall
-            calls.append((name, json.dumps(values, allow_nan=False)))
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        raise _NoCall from None
-    return calls
-
-
-def _typed(text: str, schema: Mapping[str, Any], key: str) -> str:
-    """The value of a parameter as JSON: what its schema says, a text otherwise."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    properties = schema.get("properties")
-    kinds = _kinds_of(properties.get(key) if isinstance(properties, dict) else None)
-    try:
-        value = _PYTHON_VALUES[text] if text in _PYTHON_VALUES else bounded_json.loads(text)
-    except ValueError:
-        return json.dumps(text)
-    # Where it may be a text, only what the schema names is another value: a postcode of digits is a text.
-    is_text = "string" in kinds and kinds.isdisjoint(_KINDS[type(value)])
-    return json.dumps(text if is_text else value)
-
-
-def _kinds_of(schema: object) -> set[str]:
-    """The types of values that a schema names, or one of its alternatives. Empty: none."""
-    schemas = [schema]
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema, dict) and isinstance(schema.get(name), list):
-            schemas += schema[name]
-    given = [each.get("type") for each in schemas if isinstance(each, dict)]
-    kinds = [kind for each in given for kind in (each if isinstance(each, list) else [each])]
-    return {kind for kind in kinds if isinstance(kind, str)}

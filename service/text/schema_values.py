@@ -52,8 +52,12 @@ class Validator:
         if None not in faults:
             raise SchemaError(f"it is no JSON Schema, at '{faults[0]}'")
         draft = drafts[faults.index(None)]
+        self._follow = draft.VALIDATORS["$ref"]
+        # By the identities of a schema with a reference and of a value, which live as long as a check.
+        self._is_invalid: dict[tuple[int, int], bool] = {}
         # Without a registry remote references would be fetched.
-        self._validator = extend(draft, _KEYWORDS)(schema, registry=Registry())
+        keywords = _KEYWORDS | {"$ref": self._reference}
+        self._validator = extend(draft, keywords)(schema, registry=Registry())
 
     def accepts(self, text: bytes | bytearray) -> bool:
         """Whether a text is JSON of a valid value."""
@@ -61,6 +65,16 @@ class Validator:
             return bool(self._validator.is_valid(json.loads(text)))
         except ValueError:
             return False
+        finally:
+            self._is_invalid.clear()
+
+    def _reference(self, validator: Any, reference: Any, value: Any, schema: Schema) -> Iterator[Exception]:
+        """Follows each reference once with each value: there may be 2^64 ways to it."""
+        key = id(schema), id(value)
+        if key not in self._is_invalid:
+            errors = self._follow(validator, reference, value, schema)
+            self._is_invalid[key] = next(iter(errors), None) is not None
+        return _errors(self._is_invalid[key])
 
 
 def _fault(draft: Any, schema: Schema) -> str | None:

@@ -14,7 +14,7 @@ from service.extensions.providers.dialects.base import Delta, StreamUpdate, Tool
 from service.extensions.providers.failures import malformed
 from service.extensions.providers.prices import Prices, tokens_of
 from service.runtimes.base import ChunkSink
-from service.text.output_parser import MAX_CALLS
+from service.text.call_values import MAX_CALLS
 from service.text.stops import StopMatcher
 
 _DECODER = codecs.getincrementaldecoder("utf-16-le")

@@ -224,6 +224,12 @@ def test_an_answer_as_a_client_sends_it_back() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_templates_find_thoughts_by_each_of_their_names(name: str) -> None:
+    made = parsed([FINISHED[0], {"role": "assistant", "content": "3", "reasoning_content": "hm"}])
+    assert written(made, f"{{{{ messages[1].{name} }}}}") == "hm"
+
+
 def test_an_answer_without_text_is_its_refusal_or_its_thoughts() -> None:
     def answer(**fields: Any) -> runner_pb2.ChatMessage:
         made = ChatCompletionMessage.model_validate({"role": "assistant", **fields}).model_dump()

@@ -349,6 +349,19 @@ def behind(keyword: str, last: Any) -> dict[str, Any]:
     return {f"d{n}": {keyword: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} if n < 40 else last for n in range(41)}
 
 
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf"])
+def test_a_value_is_checked_once_by_a_schema_behind_many_references(
+    server: GrammarServer, keyword: str
+) -> None:
+    """One caller's schema took minutes, in the process that computes the masks of all."""
+    is_string = {"type": "string"}
+    schema = {"anyOf": [{"$ref": "#/$defs/d0"}, {"type": "integer"}], "$defs": behind(keyword, is_string)}
+    compile_schema(server, schema)
+    assert allows(server, schema, "1")
+    assert allows(server, schema, '"a"')
+    assert not allows(server, schema, "true")
+
+
 def test_what_is_certain_of_a_schema_behind_many_references_is_found_once() -> None:
     last = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     other = {"type": "object", "properties": {"a": {"const": 2}}, "required": ["a"]}

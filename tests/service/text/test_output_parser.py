@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.setting_rules import REASONING_PARSERS, TOOL_CALL_PARSERS
+from service.text.call_values import MAX_CALLS
 from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
 from service.text.output_formats import (
     FORCED,
@@ -24,7 +25,7 @@ from service.text.output_formats import (
     ToolFormat,
     formats_of,
 )
-from service.text.output_parser import MAX_CALLS, OutputParser, Part
+from service.text.output_parser import OutputParser, Part
 
 TOOLS: dict[str, dict[str, Any]] = {
     "look_up": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -50,6 +51,9 @@ WRITTEN = {
     "mistral_list": f"[TOOL_CALLS] [{', '.join(OBJECTS)}]",
     "glm45": "<tool_call>look_up\n<arg_key>city</arg_key>\n<arg_value>Bern <b></arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=look_up>\n<parameter=city>Bern <b></parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>",
     "qwen3_coder": "<tool_call>\n<function=look_up>\n<parameter=city>\nBern <b>\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=stop>\n</function>\n"
     "</tool_call>",
@@ -185,6 +189,11 @@ def test_a_number_beyond_the_largest_is_a_text() -> None:
         ({"type": "string"}, "True", "True"),
         ({"type": "number"}, "1.5", 1.5),
         ({"type": [3, {}], "anyOf": 3}, "false", False),
+        ({"type": "array"}, "[1, 'a', None, True]", [1, "a", None, True]),
+        ({"type": ["object", "string"]}, "{'a': [1]}", {"a": [1]}),
+        ({"type": "array"}, "[1, f()]", "[1, f()]"),
+        ({"type": "array"}, "[1e999]", "[1e999]"),
+        ({"type": "string"}, "['a']", "['a']"),
         ({}, "12", 12),
     ],
 )
@@ -215,6 +224,31 @@ def test_many_dropped_texts() -> None:
     text = "".join(f"<p>{each}</p><SPECIAL_" for each in dropped)
     content, _, _ = gathered(parts_of(BY_NAME["mistral"], [text], dropped=dropped))
     assert content == "<p></p><SPECIAL_" * 1000
+
+
+def test_gpt_oss_may_call_at_once() -> None:
+    """Its prompt ends with <|start|>assistant."""
+    text = ' to=functions.look_up<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>'
+    content, _, calls = gathered(parts_of(BY_NAME["openai"], text, "openai"))
+    assert (content, valued(calls)) == ("", [("look_up", {"city": "Bern"})])
+    parser = OutputParser(OutputFormats(BY_NAME["openai"]), TOOLS)
+    assert parser.push("to be") == [Part(content="to be")], "an answer is not held back"
+
+
+def test_qwen3_coder_may_leave_out_the_first_marker() -> None:
+    text = "Let me see.\n" + WRITTEN["qwen3_coder"].replace("<tool_call>\n", "")
+    content, _, calls = gathered(parts_of(BY_NAME["qwen3_coder"], text))
+    assert content == "Let me see."
+    assert valued(calls) == [("look_up", {"city": "Bern <b>", "days": 3}), ("stop", {})]
+    text = "Write <function=name>:<function=look_up>\n<parameter=city>\nBern"
+    assert gathered(parts_of(BY_NAME["qwen3_coder"], text)) == (text, "", [])
+
+
+def test_a_malformed_call_keeps_the_spaces_around_it() -> None:
+    text = "Look: \n" + WRITTEN["qwen3_coder"].replace("Bern <b>", "</parameter> x") + "\n end"
+    content, _, calls = gathered(parts_of(BY_NAME["qwen3_coder"], text))
+    assert [name for name, _ in calls] == ["stop"]
+    assert content == text[: text.index("\n<tool_call>\n<function=stop>")] + "end"
 
 
 def test_calls_after_a_malformed_one_are_found() -> None:

@@ -39,6 +39,9 @@ _MAX_PIECE_CHARACTERS = 256
 _MAX_MERGES = 1 << 20
 # Of llama.cpp, by the names of sentence-transformers; 4 are scores of a reranker.
 POOLINGS: Mapping[int, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
+# Phi-3 drops whitespace after its other added tokens; files have no place for that.
+_PHI3 = "phi3"
+_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 # Their pieces are merged in the order of the vocabulary: their scores do not say it.
 _IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
 
@@ -81,9 +84,12 @@ def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, An
         parts, adds_bos = _sentencepiece(metadata, tokens), True
     else:
         parts, adds_bos = _byte_level(metadata, tokens, split)
+    # Phi-4 has the same architecture, and another tokenizer.
+    drops_space = split is None and metadata.get("general.architecture") == _PHI3
     added = [
         {
-            "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "id": index, "content": token, "single_word": False, "lstrip": False,
+            "rstrip": drops_space and token not in _KEEPS_SPACE,
             "normalized": False, "special": type_number == CONTROL,
         }
         for index, (token, type_number) in enumerate(zip(tokens, kinds or (), strict=False))

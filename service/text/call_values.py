@@ -1,0 +1,119 @@
+"""Reads names, arguments and values of tool calls that are whole texts, as JSON. Pure."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from service.text import bounded_json
+
+MAX_CALLS = 128
+# Of Python, outside its strings: its parser takes ten microseconds for each.
+MAX_PYTHON_MARKS = 1 << 12
+_NAME = re.compile(r"[\w.:\-]{1,256}")
+# Values of parameters as the template of Qwen3-Coder writes them, and the types of JSON's values.
+_PYTHON_VALUES = {"True": True, "False": False, "None": None}
+_KINDS: Mapping[type, Collection[str]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: (),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+_PYTHON_ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
+
+
+class NoCall(Exception):
+    """What was read is no call, and none of it was returned."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def call_of_object(text: str) -> tuple[str, str]:
+    """The name and the arguments of a call that is an object. Raises NoCall."""
+    try:
+        call = bounded_json.loads(text)
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = bounded_json.loads(arguments or "null")
+    except ValueError:
+        raise NoCall from None
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict | None):
+        raise NoCall
+    # Models write none in several ways.
+    return call["name"], json.dumps(arguments or {})
+
+
+def calls_of_python(text: str, known: Collection[str] | None) -> list[tuple[str, str]]:
+    """The names and the arguments of calls in a list. `known`: names; None: any. Raises NoCall."""
+    try:
+        tree = _parsed(text)
+        if not isinstance(tree, ast.List) or not 0 < len(tree.elts) <= MAX_CALLS:
+            raise NoCall
+        calls = []
+        for node in tree.elts:
+            if not isinstance(node, ast.Call) or node.args:
+                raise NoCall
+            name = ast.unparse(node.func)
+            if not is_name(name) or (known is not None and name not in known):
+                raise NoCall
+            values = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg}
+            if len(values) != len(node.keywords):
+                raise NoCall
+            calls.append((name, json.dumps(values, allow_nan=False)))
+    except _PYTHON_ERRORS:
+        raise NoCall from None
+    return calls
+
+
+def _parsed(text: str) -> ast.expr:
+    """An expression in Python. Raises one of _PYTHON_ERRORS."""
+    with warnings.catch_warnings():
+        # Of escapes that Python does not know.
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval").body
+
+
+def typed_value(text: str, schema: Mapping[str, Any], key: str) -> str:
+    """The value of a parameter as JSON: what its schema says, a text otherwise."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    properties = schema.get("properties")
+    kinds = _kinds_of(properties.get(key) if isinstance(properties, dict) else None)
+    try:
+        value = _PYTHON_VALUES[text] if text in _PYTHON_VALUES else bounded_json.loads(text)
+    except ValueError:
+        return (_python_value(text) if kinds & {"array", "object"} else None) or json.dumps(text)
+    # Where it may be a text, only what the schema names is another value: a postcode of digits is a text.
+    is_text = "string" in kinds and kinds.isdisjoint(_KINDS[type(value)])
+    return json.dumps(text if is_text else value)
+
+
+def _python_value(text: str) -> str | None:
+    """A list or an object as Python writes it, and the template of Seed-OSS, as JSON; None: it is none."""
+    if sum(not char.isalnum() for char in text) > MAX_PYTHON_MARKS:
+        return None
+    try:
+        value = ast.literal_eval(_parsed(text.strip()))
+        return json.dumps(value, allow_nan=False) if isinstance(value, list | dict) else None
+    except _PYTHON_ERRORS:
+        return None
+
+
+def _kinds_of(schema: object) -> set[str]:
+    """The types of values that a schema names, or one of its alternatives. Empty: none."""
+    schemas = [schema]
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema, dict) and isinstance(schema.get(name), list):
+            schemas += schema[name]
+    given = [each.get("type") for each in schemas if isinstance(each, dict)]
+    kinds = [kind for each in given for kind in (each if isinstance(each, list) else [each])]
+    return {kind for kind in kinds if isinstance(kind, str)}
