@@ -182,7 +182,7 @@ def _installed() -> _Adders:
 
 def _parser(added: _Adders) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """A parser with these commands, and the subparser of each."""
-    parser = _Parser(prog="quire", description="A token-level LLM executor behind gRPC.")
+    parser = _Parser(prog="quire", description="An LLM server whose API is the forward pass, and its client.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(added))
     for add in added.values():
