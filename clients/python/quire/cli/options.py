@@ -134,7 +134,7 @@ _TOP_WORDS = """\
 figures of the time between two readings, except what is in use, hits, and "in all":
   tokens/s    in: of prompts; out: of decodes and verifications; computed: of all steps
   operations  prefills, decodes, verifications and scorings; those in flight that are not at workers
-              wait for one, for pages, or until they are written down
+              wait for one, for pages, or until they are in the journal
   mean ms     from the begin of an operation in its worker to its result
   KV pages    | in use, : kept for reuse as prefixes
   caches      those of the token are yours; the others' are counted only
