@@ -19,7 +19,7 @@ setup: kernels ## Install everything into .venv (the other targets do it themsel
 	@$(SET_UP) test
 
 # Quick where they are compiled already; a compiler may have come since.
-kernels:
+kernels: ## Compile the kernels for this CPU
 	@$(SET_UP) serve
 	@$(BIN)/python -m kernels.cpu.library
 

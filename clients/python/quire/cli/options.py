@@ -96,6 +96,7 @@ def _target(text: str) -> str:
 _STATUS_WORDS = """\
 the server:
   operations in flight  requests that wait or run
+  connections           those of gRPC, counted once a second
   of tokens             what the tokens of all caches take (limit: --max-journal-bytes)
   of answers unread     what is computed, but not read by its caller (limit: --max-unread-bytes)
   longest stall         the longest time since the start in which the server could answer nobody
