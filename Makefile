@@ -19,7 +19,7 @@ setup: kernels ## Install everything into .venv (the other targets do it themsel
 	@$(SET_UP) test
 
 # Quick where they are compiled already; a compiler may have come since.
-kernels:
+kernels: ## Compile the kernels for this CPU
 	@$(SET_UP) serve
 	@$(BIN)/python -m kernels.cpu.library
 
@@ -132,13 +132,15 @@ fmt: ## Format the code and the protos
 	$(BIN)/ruff format .
 	$(BIN)/buf format protos --write
 
-stubs: setup ## Generate the Python stubs from protos/, the blocking client, and pages of the manual
+stubs: ## Generate the Python stubs from protos/, the blocking client, and pages of the manual
+	@$(SET_UP) test
 	$(BIN)/python protos/generate.py
 	$(BIN)/python clients/python/generate_blocking.py
 	PYTHONPATH=. $(BIN)/python .ci/settings_page.py docs/settings.md
 	$(BIN)/python .ci/python_page.py docs/python.md
 
-proto-image: setup ## Record the protos of a release, with which check-protos compares later ones; for releases only
+proto-image: ## Record the protos of a release, with which check-protos compares later ones; for releases only
+	@$(SET_UP) test
 	$(BIN)/python protos/generate.py --image protos/released.binpb --without-comments
 
 clean: ## Remove build outputs and caches; keeps .venv

@@ -164,8 +164,8 @@ class Config:
     )
     dtype: str = setting(
         AUTO,
-        "data type of weights and of what is between them; auto is the model's, but on a CPU float32 for"
-        " float16, and where all matrices are quantised",
+        "data type of weights and activations; auto is the model's, but on a CPU float32 for float16, and"
+        " where all matrices are quantised",
         DTYPES,
     )
     quantization: str = setting(

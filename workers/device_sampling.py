@@ -204,7 +204,7 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
     if "counts" in columns:
         sampling_adjust.apply_penalties(copy, *(columns[name] for name in _PENALTY_COLUMNS))
     limits = {name: columns[name] for name in LIMITS if name in columns}
-    return sampling_cut.cut(copy, columns["temperatures"], limits) if limits else (None, None)
+    return sampling_cut.cut(copy, columns["temperatures"], **limits) if limits else (None, None)
 
 
 def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:

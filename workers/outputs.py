@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ class DataType(enum.Enum):
 # The settings that leave tokens out of a draw, in the order in which they are applied: kernels have it from
 # here, or name this place. A GPU gets a column of each.
 LIMITS = ("top_k", "top_p", "min_p", "typical_p")
+limits_of = operator.attrgetter(*LIMITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +63,15 @@ class Sampling:
     @property
     def is_limited(self) -> bool:
         """Whether LIMITS may leave tokens out. They never leave out all."""
-        limits = (self.top_k, self.top_p, self.min_p, self.typical_p)
-        return self.temperature > 0 and limits != (0, 1.0, 0.0, 1.0)
+        return self.temperature > 0 and limits_of(self) != _NO_LIMITS
 
     @property
     def changes_logits(self) -> bool:
         """Whether bias or penalties change logits. They also affect a greedy choice."""
         return bool(self.logit_bias) or self.has_penalty
+
+
+_NO_LIMITS = limits_of(Sampling())
 
 
 @dataclass(frozen=True, slots=True)

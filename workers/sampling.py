@@ -13,7 +13,6 @@ cannot make the batch fail with an index error.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,11 +27,10 @@ from kernels.cpu.sampling import RowChoice
 from workers import numpy_choice
 from workers.counter_rng import mix_key
 from workers.logit_settings import Ids, Masks, in_vocabulary
-from workers.outputs import LIMITS, DraftProbabilities, Sampling, TokenMask
+from workers.outputs import LIMITS, DraftProbabilities, Sampling, TokenMask, limits_of
 
 _NEG_INF = float("-inf")
 _GREEDY = Sampling()
-_limits_of = operator.attrgetter(*LIMITS)
 
 Row = NDArray[np.float32]  # [V] logits
 Reals = NDArray[np.float64]
@@ -222,7 +220,7 @@ class RowChoices:
         spec = row.spec or _GREEDY
         choice = RowChoice(
             temperature=spec.temperature,
-            limits=dict(zip(LIMITS, _limits_of(spec), strict=True)),
+            limits=dict(zip(LIMITS, limits_of(spec), strict=True)),
             repetition_penalty=spec.repetition_penalty,
             frequency_penalty=spec.frequency_penalty,
             presence_penalty=spec.presence_penalty,

@@ -28,7 +28,6 @@ Dimension letters: R rows; V vocabulary; P spans of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -520,23 +519,28 @@ def _variants(spans: int, span: int) -> tuple[Variant, Variant, Variant, Variant
 
 
 def cut(
-    logits: torch.Tensor, temperatures: torch.Tensor, limits: Mapping[str, torch.Tensor]
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    *,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    typical_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all settings that limit a draw leave of each row: the values and ids of `find_cuts`.
+    """What all of `workers.outputs.LIMITS` leave of each row: the values and ids of `find_cuts`.
 
     Mutates `logits`: tokens that typical_p leaves out become -infinity.
 
     Args:
         logits: [R or more, V] as for `find_cuts`.
-        temperatures: [R].
-        limits: For each setting, by its name, [R].
+        temperatures, top_k, top_p, min_p, typical_p: [R].
     """
-    cut_ids = torch.empty_like(limits["top_k"])
+    cut_ids = torch.empty_like(top_k)
     cut_values = torch.empty_like(cut_ids, dtype=torch.float32)
     rows = logits[: len(cut_ids)]
-    find_cuts(rows, temperatures, limits["top_k"], limits["top_p"], limits["min_p"], cut_values, cut_ids)
+    find_cuts(rows, temperatures, top_k, top_p, min_p, cut_values, cut_ids)
     if len(rows):
-        settings = temperatures, limits["typical_p"], cut_values, cut_ids
+        settings = temperatures, typical_p, cut_values, cut_ids
         _TYPICAL.launch((len(rows),), rows, *settings, rows.stride(0), rows.shape[1])
     return cut_values, cut_ids
 

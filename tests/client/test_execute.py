@@ -123,6 +123,7 @@ def test_messages_are_carried_over_whole() -> None:
         ([{"content": "x"}], {}, "role"),
         ([{"role": "user", "content": "x", "nickname": "Ann"}], {}, "not nickname"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}], {}, "function"),
+        ({"role": "user", "content": "x"}, {}, "put the message into one"),
         ([1, "x"], {}, "token ids"),
         ("x", {"timeout": "soon"}, "timeout"),
         ("x", {"constraint": {"regex": 5}}, "constraint"),
@@ -134,6 +135,15 @@ def test_messages_are_carried_over_whole() -> None:
 def test_what_can_be_no_item_is_said(prompt: Any, settings: dict[str, Any], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=says):
         quire.item(prompt, **settings)
+    with quire.Client() as client, pytest.raises((TypeError, ValueError), match=says):
+        client.execute(prompt, **settings)
+
+
+@pytest.mark.parametrize(("prompt", "settings"), [("x", {"n": 2}), (["x", "y"], {}), ([[1], [2]], {})])
+def test_a_generation_is_one_text(prompt: Any, settings: dict[str, Any]) -> None:
+    """It was all texts, one behind the other."""
+    with quire.Client() as client, pytest.raises(TypeError, match=r"execute\(\.\.\.\)\.texts\(\)"):
+        client.generate(prompt, **settings)
 
 
 class Breaking:

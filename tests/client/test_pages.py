@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire import Client
+from quire import Cache, Client
+from quire._calls import CacheState
 from quire.cli.main import complete_parser
 from quire.v1 import executor_pb2, runner_pb2
 
@@ -437,3 +438,9 @@ def test_the_reference_of_the_python_client_is_up_to_date() -> None:
     page = runpy.run_path(str(ROOT / ".ci" / "python_page.py"))
     assert (ROOT / "docs" / "python.md").read_text(encoding="utf-8") == page["page"](), "run make stubs"
     assert not page["undocumented"]()
+
+
+def test_a_cache_has_the_attributes_that_the_reference_names() -> None:
+    told = str(Cache.__doc__).partition("Attributes:")[2].partition("Each call")[0]
+    cache = CacheState(executor_pb2.PrefillResponse(), is_owned=False)
+    assert [name for name in re.findall(r"`(\w+)`", told) if not hasattr(cache, name)] == []

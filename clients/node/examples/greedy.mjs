@@ -1,6 +1,6 @@
 // A greedy loop, one call for each token: node examples/greedy.mjs [TARGET]
-// For other models read tokens with a tokenizer library from GetModelInfo's tokenizer.json; the shipped model writes
-// each character as a token, so that its vocabulary is enough here.
+// For other models read tokens with a tokenizer library from GetModelInfo's tokenizer.json; the one that adds has a
+// token for each character, so that its vocabulary is enough here.
 import { QuireClient } from "quire-llm";
 
 const client = new QuireClient(process.argv[2], { timeoutMs: 60_000 });

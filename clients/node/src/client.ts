@@ -160,6 +160,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
 
   /** The text that the server generates for a prompt: a text, token ids, or messages. `execute` has more. */
   async generate(prompt: Prompt, settings: ExecuteSettings & TextSettings = {}): Promise<string> {
+    if ((settings.n ?? 1) > 1) throw new TypeError("generate returns one text; for several: execute(...).texts()");
     return (await this.execute(prompt, settings).texts()).join("");
   }
 

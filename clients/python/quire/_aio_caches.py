@@ -219,10 +219,11 @@ class AsyncCaller(ABC):
 class AsyncCache(CacheState):
     """A sequence that the server stores. Release it, or use it in an `async with`.
 
-    Attributes: `cache_id`; `seq_len`, its tokens; of the last append `output`, `weights` (the number of those
-    it was computed with), `replayed_tokens`, and, if it asked for them, `token_logprobs`, `token_is_argmax`
-    and `samples`; of the prompt `reused_tokens`. `default_output`, which can be set, has the options of
-    appends that are given none. Each call takes `timeout_s` and `priority` for itself, see `CallOptions`.
+    Attributes: `cache_id`; `seq_len`, its tokens; of the last append `output`, `weights_version` (that of the
+    weights that computed it), `replayed_tokens`, and, if it asked for them, `token_logprobs`,
+    `token_is_argmax` and `samples`; of the prompt `reused_tokens`. `default_output`, which can be set, has
+    the options of appends that are given none. Each call takes `timeout_s` and `priority` for itself, see
+    `CallOptions`.
     """
 
     def __init__(
@@ -377,8 +378,8 @@ class AsyncCache(CacheState):
     async def refresh(self, **call: Unpack[CallOptions]) -> int:
         """Takes over the length that the cache has on the server, and returns it. Its lease restarts.
 
-        For a cache that somebody else has changed: after PositionMismatch, say. `output` is still that of
-        this object's last append.
+        For a cache that others have changed, as PositionMismatch says. `output` is still that of this
+        object's last append.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id)
         renewed = await self._call(_methods.RENEW_CACHE, request, call)

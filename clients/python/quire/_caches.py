@@ -214,10 +214,11 @@ class Caller(ABC):
 class Cache(CacheState):
     """A sequence that the server stores. Release it, or use it in a `with`.
 
-    Attributes: `cache_id`; `seq_len`, its tokens; of the last append `output`, `weights` (the number of those
-    it was computed with), `replayed_tokens`, and, if it asked for them, `token_logprobs`, `token_is_argmax`
-    and `samples`; of the prompt `reused_tokens`. `default_output`, which can be set, has the options of
-    appends that are given none. Each call takes `timeout_s` and `priority` for itself, see `CallOptions`.
+    Attributes: `cache_id`; `seq_len`, its tokens; of the last append `output`, `weights_version` (that of the
+    weights that computed it), `replayed_tokens`, and, if it asked for them, `token_logprobs`,
+    `token_is_argmax` and `samples`; of the prompt `reused_tokens`. `default_output`, which can be set, has
+    the options of appends that are given none. Each call takes `timeout_s` and `priority` for itself, see
+    `CallOptions`.
     """
 
     def __init__(
@@ -372,8 +373,8 @@ class Cache(CacheState):
     def refresh(self, **call: Unpack[CallOptions]) -> int:
         """Takes over the length that the cache has on the server, and returns it. Its lease restarts.
 
-        For a cache that somebody else has changed: after PositionMismatch, say. `output` is still that of
-        this object's last append.
+        For a cache that others have changed, as PositionMismatch says. `output` is still that of this
+        object's last append.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id)
         renewed = self._call(_methods.RENEW_CACHE, request, call)

@@ -14,7 +14,7 @@ from quire._options import sampling_params
 from quire.v1 import runner_pb2, types_pb2
 from quire.v1.sampling_settings import SamplingSettings
 
-# Token ids, a text, messages such as {"role": "user", "content": "..."}, or a cache with tokens to append.
+# Token ids, a text, messages such as [{"role": "user", "content": "..."}], or a cache with tokens to append.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | runner_pb2.CachePrompt
 
 _ROLES = {
@@ -118,6 +118,8 @@ def item(
         made.cache.CopyFrom(prompt)
     elif isinstance(prompt, str):
         made.text = prompt
+    elif isinstance(prompt, Mapping):
+        raise TypeError("messages are a list: put the message into one")
     elif len(prompt) and isinstance(prompt[0], Mapping):
         made.chat.messages.extend(_message(message) for message in prompt)
     else:
@@ -149,7 +151,7 @@ def items_of(
 
     Raises TypeError if there are both items and settings, and the errors of `item`.
     """
-    if isinstance(asked, str | runner_pb2.CachePrompt) or not len(asked):
+    if isinstance(asked, str | Mapping | runner_pb2.CachePrompt) or not len(asked):
         return [item(asked, **settings)]  # type: ignore[arg-type]
     if isinstance(asked[0], runner_pb2.ExecuteItem):
         if settings:
@@ -160,6 +162,14 @@ def items_of(
     if isinstance(asked[0], Sequence | runner_pb2.CachePrompt):
         return [item(one, item_id=str(index), **settings) for index, one in enumerate(asked)]  # type: ignore[arg-type]
     return [item(asked, **settings)]  # type: ignore[arg-type]
+
+
+def one_item(prompt: Prompt, settings: TextSettings) -> Sequence[runner_pb2.ExecuteItem]:
+    """As `items_of`, for one text. Raises TypeError if there would be several."""
+    items = items_of(prompt, settings)
+    if len(items) > 1 or items[0].n > 1:
+        raise TypeError("generate returns one text; for several: execute(...).texts()")
+    return items
 
 
 def embed_inputs(given: Sequence[str] | Sequence[Sequence[int]]) -> Iterator[runner_pb2.EmbedInput]:

@@ -49,7 +49,7 @@ _WORKER_COUNTS = {
     "quire_step_items": ("counts.batch_items", "Items in these steps: by quire_steps_total the mean batch."),
     "quire_prefix_cache_queries": ("pool.prefix_query_tokens", "Prompt tokens that were looked up."),
     "quire_prefix_cache_hits": ("pool.prefix_hit_tokens", "Prompt tokens whose KV was found."),
-    "quire_kv_evicted_pages": ("pool.evicted_pages", "Cached pages that gave way to others."),
+    "quire_kv_evicted_pages": ("pool.evicted_pages", "Cached pages that were evicted."),
     "quire_kv_copied_pages": ("pool.copied_pages", "Pages that were copied on write."),
     "quire_kv_disk_wanted_pages": ("kv_disk.wanted_pages", "Full pages that were not in memory."),
     "quire_kv_disk_read_pages": ("kv_disk.read_pages", "Those of them that were read from kv_disk."),
@@ -63,7 +63,7 @@ _WORKER_COUNTS = {
 # Of LoraAdapterMetrics.
 _ADAPTER_COUNTS = {
     "quire_adapter_loads": ("loads", "Adapters that were put into its memory."),
-    "quire_adapter_evictions": ("evictions", "Adapters that gave way to others there."),
+    "quire_adapter_evictions": ("evictions", "Adapters that were evicted from its memory."),
 }
 
 
@@ -102,7 +102,7 @@ class QuireCollector(Collector):
         yield _gauge("quire_num_requests_running", "Appends that fit into the next steps.", running)
         yield _gauge("quire_num_requests_waiting", "Appends that wait for a later step.", waiting)
         yield _gauge("quire_kv_cache_usage_perc", "The part of KV pages in use, 0 to 1.", used)
-        yield _counter("quire_num_preemptions", "Caches whose KV gave way to others'.", counts["preempted"])
+        yield _counter("quire_num_preemptions", "Caches whose KV was preempted.", counts["preempted"])
         yield _counter("quire_prompt_tokens", "Prompt tokens of answered appends.", appends.prompt_tokens)
         yield _counter("quire_generation_tokens", "Tokens that were generated.", appends.generated_tokens)
         drafted, accepted = appends.draft_tokens, appends.accepted_tokens

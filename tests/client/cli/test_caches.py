@@ -56,7 +56,7 @@ def test_all_caches_are_released_once_that_is_confirmed(
     quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert quire("caches", "release", "--all") == 2
-    assert capsys.readouterr() == ("", "quire: --all would release 5 caches: say --yes, too\n")
+    assert capsys.readouterr() == ("", "quire: --all releases all of your caches (5): add --yes\n")
     assert len(executor.caches) == 5
     assert quire("caches", "release", "--all", "--yes") == 0
     assert capsys.readouterr().out == "released 5 of 5 caches\n"

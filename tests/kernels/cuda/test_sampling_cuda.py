@@ -307,7 +307,7 @@ def typical_of(logits: torch.Tensor, limits: list[Limits], typical_ps: list[floa
     columns = torch.tensor(limits, dtype=torch.float64, device=logits.device).T.contiguous()
     shares = torch.tensor(typical_ps, dtype=torch.float64, device=logits.device)
     named = {"top_k": columns[1].int(), "top_p": columns[2], "min_p": columns[3], "typical_p": shares}
-    return kept_by(logits, Cuts(*cut(logits, columns[0], named)))
+    return kept_by(logits, Cuts(*cut(logits, columns[0], **named)))
 
 
 @pytest.mark.usefixtures("_spans")

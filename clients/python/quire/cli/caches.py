@@ -33,7 +33,7 @@ def release_caches(options: argparse.Namespace) -> int:
     with connected(options) as client:
         cache_ids = [cache.cache_id for cache in client.list_caches()] if options.all else options.cache_ids
         if options.all and cache_ids and not options.yes:
-            raise WrongUsage(f"--all would release {len(cache_ids)} caches: say --yes, too")
+            raise WrongUsage(f"--all releases all of your caches ({len(cache_ids)}): add --yes")
         unknown = [cache_id for cache_id in cache_ids if not _release(client, cache_id)]
     print(f"released {len(cache_ids) - len(unknown)} of {len(cache_ids)} caches")
     if unknown and not options.all:  # with --all, some may have expired meanwhile

@@ -141,13 +141,15 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         command = commands[parsed.command]
-        name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+        name = next((text.partition("=")[0] for text in unknown if text.startswith("-")), unknown[0])
         known_flags = re.findall(r"--[\w-]+", command.format_usage())
         names = [flag.removeprefix("--") for flag in known_flags]
         close = difflib.get_close_matches(name.removeprefix("--"), names, n=1, cutoff=_LEAST_LIKENESS)
         meant = [f"--{each}" for each in close]
         if not name.startswith("-") and "--model" in known_flags:  # as other servers are told the model
             meant = [f"--model {name}"]
+        elif not name.startswith("-") and parsed.command == "generate":
+            meant = ["a PROMPT in quotes"]
         if name in ("--host", "--port") and "--listen" in known_flags:  # likewise the address
             meant = ["--listen HOST:PORT"]
         command.error(f"{name} is not known" + (f"; did you mean {meant[0]}?" if meant else ""))
@@ -182,7 +184,7 @@ def _installed() -> _Adders:
 
 def _parser(added: _Adders) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """A parser with these commands, and the subparser of each."""
-    parser = _Parser(prog="quire", description="A token-level LLM executor behind gRPC.")
+    parser = _Parser(prog="quire", description="An LLM server whose API is the forward pass, and its client.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(added))
     for add in added.values():

@@ -96,6 +96,7 @@ def _target(text: str) -> str:
 _STATUS_WORDS = """\
 the server:
   operations in flight  requests that wait or run
+  connections           those of gRPC, counted once a second
   of tokens             what the tokens of all caches take (limit: --max-journal-bytes)
   of answers unread     what is computed, but not read by its caller (limit: --max-unread-bytes)
   longest stall         the longest time since the start in which the server could answer nobody
@@ -105,7 +106,7 @@ each worker:
   pid, epoch            its process, or address on another host; the epoch grows with each start
   device, runner        what it computes on; how steps are launched: eager, or as graphs on a GPU
   seqs                  sequences whose KV it holds
-  used, cached, free    KV pages in use, kept for prompts that begin alike, and empty; together: pages
+  used, cached, free    KV pages in use, kept for reuse as prefixes, and empty; together: pages
   running               requests that wait for it or run
   prefills, decodes     requests since its start; `prefill ms` and `decode ms`: what one takes on average
   batch                 how many requests share a step on average
@@ -131,16 +132,16 @@ def add_status(commands: Commands) -> None:
 
 
 _TOP_WORDS = """\
-all of it is of the time between two readings, but for what is in use, hits, and "in all":
-  tokens/s    in: of prompts; out: one for each decode and each verification; computed: in steps
+figures of the time between two readings, except what is in use, hits, and "in all":
+  tokens/s    in: of prompts; out: of decodes and verifications; computed: of all steps
   operations  prefills, decodes, verifications and scorings; those in flight that are not at workers
-              wait for one, for pages, or until they are written down
+              wait for one, for pages, or until they are in the journal
   mean ms     from the begin of an operation in its worker to its result
-  KV pages    | in use, : kept for prompts that begin alike
+  KV pages    | in use, : kept for reuse as prefixes
   caches      those of the token are yours; the others' are counted only
   queue       operations that wait for this worker or run there
   batch       how many of them share a step on average
-  hits        prompt tokens whose KV was found, since its start
+  hits        the share of prompt tokens whose KV was found, since its start
 
 q or Ctrl-C ends it. "-" is what is not known, as after a restart, or what did not occur.
 """
