@@ -32,12 +32,14 @@ Q4_K_M: TypeOf = lambda name: (  # noqa: E731
 )
 FLOAT8 = "a directory of 8-bit floats"
 # A model, its dtype, and to what it is quantised; None: a file of Q4_K_M. With norms of heads; with bounds of
-# scores and of logits, scaled embeddings, windows and another activation; with another kind of rotation.
+# scores and of logits, scaled embeddings, windows and another activation; with another kind of rotation; with
+# experts.
 CASES = [
     ("qwen3", "bfloat16", None),
     ("gemma2", "bfloat16", "q8_0"),
     ("mistral", "bfloat16", FLOAT8),
     ("llama3", "float32", "q4_0"),
+    ("granitemoe", "bfloat16", "q4_0"),
 ]
 
 
