@@ -600,6 +600,34 @@ async def test_a_compaction_that_fails_loses_nothing(tmp_path: Path, monkeypatch
     assert facts(recovered(tmp_path)) == facts(ledger)
 
 
+@pytest.mark.parametrize("failing", range(1, 6))
+async def test_a_compaction_loses_nothing_if_a_status_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """As on a network file system. Before, the next compaction cut off what the failed one had begun."""
+    ledger, calls, fstat = Ledger(), itertools.count(1), os.fstat
+    journal = open_journal(tmp_path, compaction_bytes=-1 << 30, ledger=ledger)
+    assert await commit(journal, created(1), appended(1, 0, 7), to=ledger)
+    journal.bind_ledger(ledger)
+
+    def fail_once(descriptor: int) -> os.stat_result:
+        if next(calls) == failing:
+            raise OSError(errno.ESTALE, "stale")
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", fail_once)
+    for number in range(10):
+        await journal.compact()
+        async with asyncio.timeout(10):
+            await commit(journal, appended(1, ledger.get(1).length, 7), to=ledger)  # type: ignore[union-attr]
+        # As after a kill.
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / JOURNAL, copy / JOURNAL)
+        assert facts(recovered(copy)) == facts(ledger)
+    assert next(calls) > failing
+    journal.close()
+
+
 # A process that appends tokens 0, 1, 2... to three caches, prints which are durable, and always compacts.
 CHILD = """
 import asyncio, sys
