@@ -260,7 +260,8 @@ class Segments:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(unfinished, flags, 0o600)
         try:
-            os.write(fd, header_of(self._end.journal, number))
+            if os.write(fd, header_of(self._end.journal, number)) != HEADER_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(unfinished))
             os.fsync(fd)
             unfinished.rename(path)
             _sync_directory(self.directory)

@@ -628,6 +628,26 @@ async def test_a_compaction_loses_nothing_if_a_status_cannot_be_read(
     journal.close()
 
 
+async def test_a_segment_without_its_whole_header_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, all that was written to it was lost with the next start, which refused it."""
+    ledger, write = Ledger(), os.write
+    journal = open_journal(tmp_path, compaction_bytes=-1 << 30, ledger=ledger)
+    assert await commit(journal, created(1), appended(1, 0, 7), to=ledger)
+    journal.bind_ledger(ledger)
+
+    def write_in_part(descriptor: int, data: bytes) -> int:
+        return write(descriptor, data[:-1] if data.startswith(b"Quire journal") else data)
+
+    monkeypatch.setattr(os, "write", write_in_part)
+    for _ in range(20):
+        await journal.compact()
+    assert await commit(journal, appended(1, 1, 7), to=ledger)
+    journal.close()
+    assert facts(recovered(tmp_path)) == facts(ledger)
+
+
 # A process that appends tokens 0, 1, 2... to three caches, prints which are durable, and always compacts.
 CHILD = """
 import asyncio, sys
