@@ -498,6 +498,16 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         open_journal(tmp_path / "data")
 
 
+@pytest.mark.parametrize(("name", "why"), [(FIRST, "its header is damaged"), (END, "Illegal seek")])
+async def test_nothing_waits_for_a_pipe(tmp_path: Path, name: str, why: str) -> None:
+    await filled(tmp_path)
+    path = tmp_path / "data" / JOURNAL / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(JournalUnusable, match=f"{JOURNAL}.*{why}"):
+        recovered(tmp_path / "data")
+
+
 def test_a_segment_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(segments, "_FORMAT", 9)
