@@ -196,7 +196,7 @@ def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable
 
 
 def _opened(path: Path) -> BinaryIO:
-    """For reading. A pipe in the place of a file is empty, instead of waiting for a writer. Raises OSError."""
+    """For reading. A pipe in place of a file is empty, instead of waiting for a writer. Raises OSError."""
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
