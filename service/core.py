@@ -9,6 +9,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters
@@ -72,7 +73,7 @@ class Core:
             self.shard.workers(config.worker_slots),
             self.values,
             self.caches.weights.has_caches,
-            directory and directory.resolve() / DIRECTORY,
+            Path() if directory is None else directory.resolve() / DIRECTORY,
         )
         served = versions.serving.model
         if not config.has_remote_workers and is_gone(served, configured):

@@ -71,7 +71,7 @@ def require_room(directory: Path, size_bytes: int) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Waits until the disk has all that is in a directory of an `UploadDirectory`, and the entries of both.
+    """Waits until the disk has all that is in a directory, its entry, and that of the one above.
 
     Blocks. Raises OSError.
     """

@@ -56,6 +56,8 @@ class _Segment(NamedTuple):
     # A string, since a Path would cost three more function calls with each frame.
     name: str
     identity: tuple[int, int]
+    # Its size and time when it was opened.
+    left: tuple[int, int]
 
 
 class Segments:
@@ -127,10 +129,9 @@ class Segments:
             # Obsolete, or behind the end.
             if not first <= number <= found.segment:
                 segment_path(self.directory, number).unlink()
-        segment = self._reopened(found.segment)
-        os.ftruncate(segment.fd, found.size_bytes)
         self._next_number, self._end, self._first_frame = found.next_number, found.end, found.first_of_segment
-        self._use(segment, found.size_bytes)
+        self._use(self._reopened(found.segment), found.size_bytes)
+        self._cut()
         self._earlier = [self._reopened(number) for number in range(first, found.segment)]
         self.sync()
 
@@ -210,7 +211,7 @@ class Segments:
         os.fsync(self._end_fd)
 
     def prepare(self) -> None:
-        """Makes the next segment, so that `switch` needs no disk. Raises OSError."""
+        """Makes the next segment, so that `switch` does not need the system. Raises OSError."""
         if self._next is None:
             self._next = self._new_segment(self._segment.number + 1)
 
@@ -248,10 +249,8 @@ class Segments:
         os.pwrite(self._end_fd, self._end.encoded(), 0)
 
     def _use(self, segment: _Segment, size: int) -> None:
-        self._segment, self._size = segment, size
+        self._segment, self._size, self._left = segment, size, segment.left
         self._seed = seed_of(header_of(self._end.journal, segment.number))
-        found = os.fstat(segment.fd)
-        self._left = found.st_size, found.st_mtime_ns
 
     def _new_segment(self, number: int) -> _Segment:
         """It has its name when it is complete and on the disk. Raises OSError."""
@@ -261,14 +260,15 @@ class Segments:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(unfinished, flags, 0o600)
         try:
-            os.write(fd, header_of(self._end.journal, number))
+            if os.write(fd, header_of(self._end.journal, number)) != HEADER_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(unfinished))
             os.fsync(fd)
             unfinished.rename(path)
             _sync_directory(self.directory)
+            return self._opened(number, fd, path)
         except BaseException:
             os.close(fd)
             raise
-        return self._opened(number, fd, path)
 
     def _reopened(self, number: int) -> _Segment:
         """Raises OSError."""
@@ -279,7 +279,8 @@ class Segments:
 
     def _opened(self, number: int, fd: int, path: Path) -> _Segment:
         found = os.fstat(fd)
-        segment = _Segment(number, fd, str(path), (found.st_dev, found.st_ino))
+        left = found.st_size, found.st_mtime_ns
+        segment = _Segment(number, fd, str(path), (found.st_dev, found.st_ino), left)
         self._open.append(segment)
         return segment
 

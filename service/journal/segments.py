@@ -19,6 +19,7 @@ segment of another journal or in the place of another one is noticed, and an old
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import uuid
 from collections.abc import Callable
@@ -126,7 +127,8 @@ def read_end(directory: Path) -> End:
     """
     path = directory / END
     try:
-        data = path.read_bytes()
+        with _opened(path) as file:
+            data = file.read()
     except FileNotFoundError:
         if not segment_numbers(directory):
             return End()
@@ -153,7 +155,7 @@ def replay(directory: Path, end: End, must_exist: int, on_frame: Callable[[Frame
     for number in range(first, max(numbers, default=first) + 1):
         path = segment_path(directory, number)
         try:
-            with path.open("rb") as file:
+            with _opened(path) as file:
                 found = _read_segment(file, number, found, on_frame)
         except (Unrecoverable, FileNotFoundError) as error:
             missing = isinstance(error, FileNotFoundError)
@@ -176,8 +178,7 @@ def refused(directory: Path, path: Path, why: str) -> JournalUnusable:
 
 def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable[[Frame], None]) -> Found:
     """Raises Unrecoverable, OSError."""
-    size = file.seek(0, 2)
-    file.seek(0)
+    size = os.fstat(file.fileno()).st_size
     header = file.read(HEADER_BYTES)
     end = _checked(header, number, before.end)
     next_number, good_end, first, damage = before.next_number, HEADER_BYTES, 0, ""
@@ -192,6 +193,11 @@ def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable
         damage = str(error)
     next_number = next_number or 1
     return Found(end, number, good_end, first or next_number, next_number, damage)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """For reading. A pipe in place of a file is empty, instead of waiting for a writer. Raises OSError."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def _checked(header: bytes, number: int, end: End) -> End:

@@ -73,7 +73,7 @@ class ModelVersions:
         workers: int | range,
         values: StoredValues | None = None,
         has_caches: Callable[[int], bool] = lambda _: False,
-        uploads: Path | None = None,
+        uploads: Path = Path(),
     ) -> None:
         """Restores the version that the previous gateway served. `configured`: the model of the settings.
 
@@ -221,18 +221,13 @@ class ModelVersions:
         }
         return json.dumps(stored).encode()
 
-    # The data directory may be copied or moved, and the uploads with it.
-
     def _name_of(self, model: str) -> str:
-        """What is stored of a model."""
-        if self._uploads is not None and Path(model).is_relative_to(self._uploads):
-            return _UPLOAD + str(Path(model).relative_to(self._uploads))
-        return model
+        """What is stored of a model: a place among the uploads, which are moved with the data directory."""
+        inside = f"{self._uploads}/"
+        return _UPLOAD + model.removeprefix(inside) if model.startswith(inside) else model
 
-    def _path_of(self, stored: str) -> str:
-        if self._uploads is not None and stored.startswith(_UPLOAD):
-            return str(self._uploads / stored.removeprefix(_UPLOAD))
-        return stored
+    def _path_of(self, name: str) -> str:
+        return f"{self._uploads}/{name.removeprefix(_UPLOAD)}" if name.startswith(_UPLOAD) else name
 
 
 def is_gone(served: str, configured: str) -> bool:

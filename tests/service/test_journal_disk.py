@@ -498,6 +498,16 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         open_journal(tmp_path / "data")
 
 
+@pytest.mark.parametrize(("name", "why"), [(FIRST, "its header is damaged"), (END, "Illegal seek")])
+async def test_nothing_waits_for_a_pipe(tmp_path: Path, name: str, why: str) -> None:
+    await filled(tmp_path)
+    path = tmp_path / "data" / JOURNAL / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(JournalUnusable, match=f"{JOURNAL}.*{why}"):
+        recovered(tmp_path / "data")
+
+
 def test_a_segment_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(segments, "_FORMAT", 9)
@@ -597,6 +607,54 @@ async def test_a_compaction_that_fails_loses_nothing(tmp_path: Path, monkeypatch
         await journal.compact()
     journal.close()
     assert len([*(tmp_path / JOURNAL).glob("*.log")]) <= 2
+    assert facts(recovered(tmp_path)) == facts(ledger)
+
+
+@pytest.mark.parametrize("failing", range(1, 6))
+async def test_a_compaction_loses_nothing_if_a_status_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """As on a network file system. Before, the next compaction cut off what the failed one had begun."""
+    ledger, calls, fstat = Ledger(), itertools.count(1), os.fstat
+    journal = open_journal(tmp_path, compaction_bytes=-1 << 30, ledger=ledger)
+    assert await commit(journal, created(1), appended(1, 0, 7), to=ledger)
+    journal.bind_ledger(ledger)
+
+    def fail_once(descriptor: int) -> os.stat_result:
+        if next(calls) == failing:
+            raise OSError(errno.ESTALE, "stale")
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", fail_once)
+    for number in range(10):
+        await journal.compact()
+        async with asyncio.timeout(10):
+            await commit(journal, appended(1, ledger.get(1).length, 7), to=ledger)  # type: ignore[union-attr]
+        # As after a kill.
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / JOURNAL, copy / JOURNAL)
+        assert facts(recovered(copy)) == facts(ledger)
+    assert next(calls) > failing
+    journal.close()
+
+
+async def test_a_segment_without_its_whole_header_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, all that was written to it was lost with the next start, which refused it."""
+    ledger, write = Ledger(), os.write
+    journal = open_journal(tmp_path, compaction_bytes=-1 << 30, ledger=ledger)
+    assert await commit(journal, created(1), appended(1, 0, 7), to=ledger)
+    journal.bind_ledger(ledger)
+
+    def write_in_part(descriptor: int, data: bytes) -> int:
+        return write(descriptor, data[:-1] if data.startswith(b"Quire journal") else data)
+
+    monkeypatch.setattr(os, "write", write_in_part)
+    for _ in range(20):
+        await journal.compact()
+    assert await commit(journal, appended(1, 1, 7), to=ledger)
+    journal.close()
     assert facts(recovered(tmp_path)) == facts(ledger)
 
 

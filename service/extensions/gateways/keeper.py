@@ -88,18 +88,16 @@ class Keeper:
             self._on_owners(await self._leases.owners())
             for shard in decide(self._owners, self.owner).take:
                 lease = await self._leases.acquire(shard)
-                if lease is None:
-                    continue
                 try:
-                    opened = await self._open(shard, lease, open_home)
+                    if lease is not None:
+                        opened = await self._open(shard, lease, open_home)
+                        self._home = shard
+                        return opened
                 except JournalUnusable as error:
                     damaged.add(shard)
                     if len(damaged) == count:
                         raise
                     _log.error("a shard cannot be opened", shard=shard, error=str(error))
-                else:
-                    self._home = shard
-                    return opened
             if not waits:
                 waits = True
                 _log.info("waiting for a shard: others have all of them that can be opened")
