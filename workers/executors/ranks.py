@@ -57,10 +57,7 @@ def loading(
     Args:
         ranks: None: there are no others.
         question: "load", or "read_weights" for others to replace those that are served.
-        directory: The model.
-        dtype: See `LlmExecutor.load`.
-        quantization: Likewise.
-        rounds_rows: Likewise.
+        directory: The model; the rest: see `LlmExecutor.load`.
     """
     if ranks is None:
         yield lambda description: description

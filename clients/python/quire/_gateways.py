@@ -90,15 +90,12 @@ class AsyncAnswer:
             raise cancellation(caught) from None
 
     @staticmethod
-    async def last(responses: Any) -> Any:
-        """The last of a call that answers several, or None. Raises as `get`."""
-        last = None
+    async def every(responses: Any) -> list[Any]:
+        """The responses of a call that has several. Raises as `get`."""
         try:
-            async for response in responses:
-                last = response
+            return [response async for response in responses]
         except asyncio.CancelledError as caught:
             raise cancellation(caught) from None
-        return last
 
 
 class Answer:
@@ -111,9 +108,6 @@ class Answer:
         return response, done.trailing_metadata()
 
     @staticmethod
-    def last(responses: Any) -> Any:
-        """The last of a call that answers several, or None. Raises grpc.RpcError."""
-        last = None
-        for response in responses:
-            last = response
-        return last
+    def every(responses: Any) -> list[Any]:
+        """The responses of a call that has several. Raises grpc.RpcError."""
+        return list(responses)

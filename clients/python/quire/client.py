@@ -344,10 +344,10 @@ class Client(Caller):
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
-            served: admin_pb2.LoadWeightsResponse = Answer.last(updates)
+            responses: list[admin_pb2.LoadWeightsResponse] = Answer.every(updates)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._first_proxy) from None
-        return served
+        return responses[-1]
 
     def list_adapters(self, **call: Unpack[CallOptions]) -> list[admin_pb2.Adapter]:
         """The adapters that this client can use, ordered by id."""
