@@ -6,6 +6,7 @@ does it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,8 @@ async def _prompt_of(
 ) -> Prompt:
     as_run, reading = reading_of(item, formats)
     tokens, _ = await encoded_prompt(as_run, reading, text, max_tokens=request.model.max_tokens)
-    prompt = Prompt(list(tokens))
+    # As a list they would take nine times as much.
+    prompt = Prompt(array("I", tokens))
     if request.echo:
         is_text = item.HasField("text")
         prompt.text = item.text if is_text else _decoded(await text.tokenizer(), prompt.token_ids)
