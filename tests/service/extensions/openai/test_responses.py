@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +238,32 @@ def test_an_echo_alone_has_nothing_of_what_would_follow(ends: Sequence[int]) -> 
         assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("ab", [], "length")
         assert list(choice["prompt_token_ids"]) == [5, 6]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 0)
+
+
+async def test_the_text_of_many_prompts_does_not_block_others() -> None:
+    items = [runner_pb2.ExecuteItem(item_id=str(index), n=1) for index in range(50)]
+    for item in items:
+        item.tokens.token_ids.append(1)
+    request = CompletionRequest(
+        items=items,
+        model=MODEL,
+        is_chat=False,
+        has_logprobs=False,
+        is_stream=False,
+        with_usage=False,
+        echo=True,
+    )
+
+    async def tokenizer() -> Tokenizer:
+        return kind("byte_level")
+
+    text: Any = SimpleNamespace(tokenizer=tokenizer)
+    task, turns = asyncio.ensure_future(prompts_of(request, text, OutputFormats())), 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert [prompt.text for prompt in task.result()] == [kind("byte_level").decode([1])] * 50
+    assert turns > 50
 
 
 # Memory.
