@@ -35,6 +35,7 @@ _PREFIX = "/quire.v1."
 # The longest method name in the log. An unauthenticated caller may send any name.
 _MAX_LOGGED_CHARS = 64
 REQUEST_ID_METADATA = "x-request-id"
+_LEAVING_S = 1.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -242,11 +243,16 @@ def _writing_stream(
 
     async def handle(request: Any, context: Context) -> Any:
         call = behaviour(request, context)
-        if isinstance(call, Awaitable):
-            return await call
-        async with contextlib.aclosing(call) as messages:
-            async for message in messages:
-                await context.write(message)
+        try:
+            if isinstance(call, Awaitable):
+                return await call
+            async with contextlib.aclosing(call) as messages:
+                async for message in messages:
+                    await context.write(message)
+        except grpc.aio.InternalError:
+            # A message was not written. If the caller has left, this task is about to be cancelled.
+            await asyncio.sleep(_LEAVING_S)
+            raise
         return None
 
     return handle

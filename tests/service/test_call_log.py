@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from service.api.interceptor import CallInterceptor
 from service.config import Config
 from service.errors import CacheNotFound, Draining, QueueFull
 from service.logging import configure_logging
-from tests.service.served import channel_to, state_of
+from tests.service.served import channel_to, state_of, until
 from tests.service.test_interceptor import PATIENCE_S, Servicer, raises
 from tests.service.test_logging import lines_of
 
@@ -88,6 +89,34 @@ async def test_the_level_says_which_calls_have_a_line(
             ("NOT_FOUND", "CACHE_NOT_FOUND") if failed else ("OK", None)
         )
     assert server.call_log.refusals == {"CACHE_NOT_FOUND": 1}, "they are counted whatever is logged"
+
+
+async def test_a_caller_that_leaves_while_it_is_written_to_is_no_failure(stream: io.StringIO) -> None:
+    """What it does not read takes more than the buffers, so that a message is being written."""
+    message, ended = executor_pb2.SessionResponse(), 0
+    message.results.add().error.message = "x" * 1_000_000
+
+    class Writer(Servicer):
+        async def Session(self, _messages: object, context: Any) -> None:  # type: ignore[override]
+            nonlocal ended
+            try:
+                while True:
+                    await context.write(message)
+            finally:
+                ended += 1
+
+    state = state_of(Config())
+    async with channel_to(Writer(), CallInterceptor(state)) as channel:  # type: ignore[abstract]
+        for count in range(1, 21):
+            call: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel).Session()
+            await call.read()
+            # Until the next message fills the buffers. Not each of the calls needs to have come so far.
+            await asyncio.sleep(0.03)
+            call.cancel()
+            await until(lambda count=count: ended == count)  # type: ignore[misc]
+        await until(lambda: len(lines_of(stream)) == 20)
+    assert {line["event"] for line in lines_of(stream)} == {"call cancelled"}
+    assert not state.call_log.refusals
 
 
 def test_a_flood_is_logged_in_part_and_counted_in_full(

@@ -15,12 +15,13 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from service.api import validation
 from service.api.server_state import ServerState
 from service.api.status import from_status
-from service.api.time_slice import TimeSlice
 from service.auth.authenticator import counted
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported
 from service.runtimes.embedding import BatchForward
 from service.text.text_model import TextModel
 
+# Of the pairs that are in memory at once, which all have the query.
+_MOST_TOKENS = 1 << 20
 # Beyond which a likelihood is 0 as a float.
 _LARGE = 700
 
@@ -51,25 +52,34 @@ class CrossEncoder:
         validation.refuse_unknown(request)
         # Each Forward gets a copy of it.
         validation.check_cache_salt(request.cache_salt)
-        items, time_slice = list[executor_pb2.ForwardRequest](), TimeSlice()
-        with counted(len(pairs), are_made=True):
-            for pair in pairs:
-                items.append(await self._item(request, pair, ids))
-                if time_slice.due:
-                    await time_slice.yield_to_others()
         found, scores = list[runner_pb2.Embedding](), list[float]()
-        at_once = max(1, self._state.limits.max_items)
-        for first in range(0, len(items), at_once):
-            group = items[first : first + at_once]
-            batch = await self._forward(executor_pb2.BatchForwardRequest(items=group), context)
-            for item, result in zip(group, batch.results, strict=True):
-                if result.HasField("error"):
-                    raise from_status(result.error)
-                yes, no = result.response.outputs[-1].chosen_logprobs
-                scores.append(1 / (1 + math.exp(no - yes)) if no - yes < _LARGE else 0.0)
-                cached = result.response.reused_tokens
-                found.append(runner_pb2.Embedding(input_tokens=len(item.token_ids), cached_tokens=cached))
+        items, num_tokens = list[executor_pb2.ForwardRequest](), 0
+        for place, pair in enumerate(pairs, start=1):
+            with counted(are_made=True):
+                items.append(await self._item(request, pair, ids))
+            num_tokens += len(items[-1].token_ids)
+            is_full = num_tokens >= _MOST_TOKENS or len(items) >= self._state.limits.max_items
+            if is_full or place == len(pairs):
+                for embedding, score in await self._answered(items, context):
+                    found.append(embedding)
+                    scores.append(score)
+                items, num_tokens = [], 0
         return found, scores
+
+    async def _answered(
+        self, items: Sequence[executor_pb2.ForwardRequest], context: Any
+    ) -> list[tuple[runner_pb2.Embedding, float]]:
+        """What each Forward costs, and how likely it says yes. Raises QuireError."""
+        batch = await self._forward(executor_pb2.BatchForwardRequest(items=items), context)
+        answered = list[tuple[runner_pb2.Embedding, float]]()
+        for item, result in zip(items, batch.results, strict=True):
+            if result.HasField("error"):
+                raise from_status(result.error)
+            yes, no = result.response.outputs[-1].chosen_logprobs
+            cached = result.response.reused_tokens
+            cost = runner_pb2.Embedding(input_tokens=len(item.token_ids), cached_tokens=cached)
+            answered.append((cost, 1 / (1 + math.exp(no - yes)) if no - yes < _LARGE else 0.0))
+        return answered
 
     async def _item(
         self, request: runner_pb2.EmbedRequest, pair: tuple[int, int], ids: Sequence[int]

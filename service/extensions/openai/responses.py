@@ -240,7 +240,7 @@ class CompletionResponse:
         if self._request.num_prompt_top is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self._prompt(choice.index), self._token_texts)
         if self._request.with_token_ids:
-            fields["prompt_token_ids"] = list(self._prompt(choice.index).token_ids)
+            fields["prompt_token_ids"] = iter(self._prompt(choice.index).token_ids)
         return fields
 
     def _routed_experts(self, choice: Choice, of_stream: Sequence[bytes] | None = None) -> dict[str, Any]:

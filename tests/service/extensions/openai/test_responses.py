@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +18,15 @@ from quire.v1 import runner_pb2, types_pb2
 from tokenizers import Tokenizer
 
 from service.extensions.openai.models import ResolvedModel
-from service.extensions.openai.prompts import Prompt
+from service.extensions.openai.prompts import Prompt, prompts_of
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.sample import Sample, SampleSpec
+from service.text.output_formats import OutputFormats
+from service.text.text_model import TextModel
 from tests.service.text.kinds import END, KINDS, kind
+from workers.common import worker_pb2
 
 MODEL = ResolvedModel("local", is_local=True, sampling_defaults=types_pb2.SamplingParams())
 LONG = 1000
@@ -229,5 +236,63 @@ def test_an_echo_alone_has_nothing_of_what_would_follow(ends: Sequence[int]) -> 
             whole = json.loads("".join(response.pieces()))
             (choice,), usage = whole["choices"], whole["usage"]
         assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("ab", [], "length")
-        assert choice["prompt_token_ids"] == [5, 6]
+        assert list(choice["prompt_token_ids"]) == [5, 6]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 0)
+
+
+async def test_the_text_of_many_prompts_does_not_block_others() -> None:
+    items = [runner_pb2.ExecuteItem(item_id=str(index), n=1) for index in range(50)]
+    for item in items:
+        item.tokens.token_ids.append(1)
+    request = CompletionRequest(
+        items=items,
+        model=MODEL,
+        is_chat=False,
+        has_logprobs=False,
+        is_stream=False,
+        with_usage=False,
+        echo=True,
+    )
+
+    async def tokenizer() -> Tokenizer:
+        return kind("byte_level")
+
+    text: Any = SimpleNamespace(tokenizer=tokenizer)
+    task, turns = asyncio.ensure_future(prompts_of(request, text, OutputFormats())), 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert [prompt.text for prompt in task.result()] == [kind("byte_level").decode([1])] * 50
+    assert turns > 50
+
+
+# Memory.
+
+
+async def test_the_tokens_of_a_prompt_take_what_a_message_takes_for_them() -> None:
+    """However many choices there are: prompts that are returned may have millions together."""
+    num_tokens, items = 3_000, [runner_pb2.ExecuteItem(item_id=str(index), n=2) for index in range(8)]
+    for item in items:
+        item.tokens.token_ids.extend(range(1000, 1000 + num_tokens))
+    request = CompletionRequest(
+        items=items,
+        model=replace(MODEL, max_tokens=num_tokens),
+        is_chat=False,
+        has_logprobs=False,
+        is_stream=False,
+        with_usage=False,
+        with_token_ids=True,
+    )
+    text = TextModel(worker_pb2.WorkerReady, lambda: "")
+    tracemalloc.start()
+    try:
+        prompts = await prompts_of(request, text, OutputFormats())
+        response = CompletionResponse(request, TokenTexts(None), prompts)
+        response.begin(runner_pb2.ExecutionStarted())
+        size_bytes = sum(map(len, response.pieces()))
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        text.close()
+    assert size_bytes > 2 * len(items) * num_tokens
+    assert most_bytes < 16 * len(items) * num_tokens
