@@ -85,7 +85,9 @@ def _parsed(text: str) -> ast.expr:
 
 def typed_value(text: str, schema: Mapping[str, Any], key: str) -> str:
     """The value of a parameter as JSON: what its schema says, a text otherwise."""
-    text = text.removeprefix("\n").removesuffix("\n")
+    # Qwen3-Coder writes each value on lines of its own. Others do not: a newline at the end is the value's.
+    if len(text) > 1 and text[0] == text[-1] == "\n":
+        text = text[1:-1]
     properties = schema.get("properties")
     kinds = _kinds_of(properties.get(key) if isinstance(properties, dict) else None)
     try:

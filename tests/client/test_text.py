@@ -74,14 +74,6 @@ def test_texts_become_tokens_and_texts_again() -> None:
     assert BYTES.end_ids == {END}
 
 
-def test_settings_of_the_files_last_use_do_not_change_texts() -> None:
-    last = of_bytes()
-    last.enable_truncation(4)
-    last.enable_padding(length=1000)
-    last.model.dropout = 0.9
-    assert made_of(last).encode("Once upon a time") == BYTES.encode("Once upon a time")
-
-
 def test_a_stream_never_shows_half_a_character() -> None:
     stream = BYTES.stream()
     shown = [stream.push(token_id) for token_id in BYTES.encode("é🙂!", special_tokens=False)]

@@ -534,6 +534,15 @@ def test_a_text_begins_and_ends_as_the_file_says(tmp_path: Path) -> None:
         assert text.end_id is not None
 
 
+def test_the_unknown_token_is_a_special_one(tmp_path: Path) -> None:
+    """As in llama.cpp and in transformers: a text finds it by its name, and it has no text itself."""
+    sentencepiece().write_to(gguf.GGUFWriter(tmp_path / "model.gguf", "llama"))
+    content = source_of(tmp_path / "model.gguf").text(1000, 1 << 20).tokenizer_json.decode()
+    tokenizer = Tokenizer.from_str(content)
+    assert tokenizer.encode("<unk>", add_special_tokens=False).ids == [0]
+    assert tokenizer.decode([0]) == ""
+
+
 def test_whitespace_after_the_markers_of_phi3_is_dropped(tmp_path: Path) -> None:
     """As by the model's own tokenizer: its chat template writes a line feed behind each."""
     for architecture, expected in (

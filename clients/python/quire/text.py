@@ -68,7 +68,7 @@ class ModelTokenizer:
 
 def _loaded(tokenizer_json: bytes) -> Tokenizer:
     try:
-        from tokenizers import Tokenizer, models  # noqa: PLC0415 - an extra
+        from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise ImportError("texts need the package tokenizers: pip install tokenizers") from error
     if not tokenizer_json:
@@ -78,14 +78,8 @@ def _loaded(tokenizer_json: bytes) -> Tokenizer:
             "the model has no tokenizer: work with tokens",
         )
     try:
-        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+        return Tokenizer.from_buffer(tokenizer_json)
     except Exception as error:  # the library has no exception class of its own
         raise InternalError(
             grpc.StatusCode.INTERNAL, "", f"the model's tokenizer.json cannot be used: {error}"
         ) from error
-    # Settings of the file's last use, and one for training, which older servers send.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if isinstance(tokenizer.model, models.BPE):
-        tokenizer.model.dropout = None
-    return tokenizer

@@ -244,6 +244,13 @@ def test_qwen3_coder_may_leave_out_the_first_marker() -> None:
     assert gathered(parts_of(BY_NAME["qwen3_coder"], text)) == (text, "", [])
 
 
+@pytest.mark.parametrize("name", ["glm45", "seed_oss", "qwen3_coder"])
+@pytest.mark.parametrize("value", ["a\n", "a\n\n", "\ta ", ""])
+def test_a_text_keeps_its_whitespace(name: str, value: str) -> None:
+    _, _, calls = gathered(parts_of(BY_NAME[name], [WRITTEN[name].replace("Bern <b>", value)]))
+    assert json.loads(calls[0][1])["city"] == value
+
+
 def test_a_malformed_call_keeps_the_spaces_around_it() -> None:
     text = "Look: \n" + WRITTEN["qwen3_coder"].replace("Bern <b>", "</parameter> x") + "\n end"
     content, _, calls = gathered(parts_of(BY_NAME["qwen3_coder"], text))

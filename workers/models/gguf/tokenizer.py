@@ -90,10 +90,10 @@ def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, An
         {
             "id": index, "content": token, "single_word": False, "lstrip": False,
             "rstrip": drops_space and token not in _KEEPS_SPACE,
-            "normalized": False, "special": type_number == CONTROL,
+            "normalized": False, "special": type_number != USER_DEFINED,
         }
         for index, (token, type_number) in enumerate(zip(tokens, kinds or (), strict=False))
-        if type_number in (CONTROL, USER_DEFINED) and token
+        if type_number in (CONTROL, UNKNOWN, USER_DEFINED) and token
     ]  # fmt: skip
     return {
         "version": "1.0",
