@@ -164,12 +164,12 @@ def items_of(
     return [item(asked, **settings)]  # type: ignore[arg-type]
 
 
-def one_item(prompt: Prompt, settings: TextSettings) -> Sequence[runner_pb2.ExecuteItem]:
-    """As `items_of`, for one text. Raises TypeError if there would be several."""
-    items = items_of(prompt, settings)
-    if len(items) > 1 or items[0].n > 1:
+def require_one_text(prompt: Prompt, n: int | None) -> None:
+    """Raises TypeError for several prompts or samples, of which `items_of` makes several texts."""
+    parts = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
+    are_prompts = len(parts) > 1 and isinstance(parts[0], Sequence | runner_pb2.CachePrompt)
+    if are_prompts or (n or 1) > 1:
         raise TypeError("generate returns one text; for several: execute(...).texts()")
-    return items
 
 
 def embed_inputs(given: Sequence[str] | Sequence[Sequence[int]]) -> Iterator[runner_pb2.EmbedInput]:

@@ -25,7 +25,7 @@ from quire._connection import (
 )
 from quire._enums import Cause, Policy, Priority, number_of
 from quire._gateways import Answer, Gateways, targets_of
-from quire._items import Prompt, TextSettings, embed_inputs, items_of, one_item
+from quire._items import Prompt, TextSettings, embed_inputs, items_of, require_one_text
 from quire._methods import Method
 from quire._proxies import proxy_of
 from quire._uploads import AdapterFiles, Upload, WeightFiles, adapter_requests, weight_requests
@@ -232,10 +232,10 @@ class Client(Caller):
         `execute` has more: texts as they are generated, several prompts or samples, log-probabilities.
         Raises QuireError, and the errors of `quire.item`.
         """
-        execution = self.execute(one_item(prompt, settings), timeout_s=timeout_s, priority=priority)
+        require_one_text(prompt, settings.get("n"))
+        execution = self.execute(prompt, timeout_s=timeout_s, priority=priority, **settings)
         with execution:
-            (text,) = execution.texts()
-        return text
+            return "".join(execution.texts())
 
     def cancel_execution(self, request_id: str) -> bool:
         """Ends a kept execution (`keep_s`), also of another client. Returns whether there was one.
