@@ -110,9 +110,6 @@ class Decodes:
         columns = np.concatenate([part.columns for part in parts], axis=1)
         return cls(columns, [output for part in parts for output in part.outputs])
 
-    def __len__(self) -> int:
-        return self.size
-
     def column(self, which: int) -> list[int]:
         values: list[int] = self.columns[which].tolist()
         return values
@@ -170,7 +167,7 @@ class Decodes:
         return forward
 
     def forwards(self) -> list[Forward]:
-        return [self.forward(index) for index in range(len(self))]
+        return [self.forward(index) for index in range(self.size)]
 
     def costs(self) -> dict[int, int]:
         """Their cost by flow; see `Forward.flow`."""

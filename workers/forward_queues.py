@@ -117,10 +117,7 @@ class ForwardQueues:
                 heapq.heapify(self._deadlines)
 
     def remove(self, op_id: int) -> Forward | None:
-        """Drop and return a forward that is aborted or failed. None if it is not (or no longer) here.
-
-        For a chunk of the running step this replaces `advance`. The caller rolls back what has begun.
-        """
+        """As `Scheduler.remove`."""
         forward = self.forwards.pop(op_id, None)
         if forward is None:
             return None

@@ -205,20 +205,6 @@ class Attempts:
         operation.error = error
         return True
 
-    # Parked operations.
-
-    def retry_parked(self) -> Iterator[Operation]:
-        """Retries parked operations that may be able to run. Yields those whose attempts are over."""
-        for operation in self.parked.take_ready():
-            if self.begin_again(operation):
-                yield operation
-
-    def tick(self) -> Iterator[Operation]:
-        """Fails parked operations whose time is up."""
-        for operation, error in self.parked.too_long():
-            self.failed(operation, error)
-            yield operation
-
     # Attempts.
 
     def _forward(

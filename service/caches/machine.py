@@ -268,7 +268,8 @@ class CacheMachine(OperationQueues):
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        for operation in self._attempts.tick():
+        for operation, error in self._parked.too_long():
+            self._attempts.failed(operation, error)
             self._computed((operation,))
 
     # The journal.
@@ -314,8 +315,9 @@ class CacheMachine(OperationQueues):
         The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
         """
         while self._parked.changed and self._parked.by_ticket:
-            for operation in self._attempts.retry_parked():
-                self._computed((operation,))
+            for operation in self._parked.take_ready():
+                if self._attempts.begin_again(operation):
+                    self._computed((operation,))
         context = self._context
         # Without the call of a Python function that `Effects()` is.
         effects, context.effects = context.effects, tuple.__new__(Effects, ([], [], []))
