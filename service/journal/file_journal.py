@@ -112,8 +112,7 @@ class FileJournal(StoredJournal):
     async def _sync_forever(self) -> None:
         while True:
             await asyncio.sleep(CHECK_S)
-            if self._segments.is_unsynced:
-                await self._on_thread(self._segments.sync, "the journal could not be synced")
+            await self.sync()
 
     async def sync(self) -> None:
         """See `Journal.sync`. A failure is logged: the disk may work again at the next one."""
