@@ -48,6 +48,8 @@ _CALL_OBJECT = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
 _MESSAGE = "<|message|>"
+# Those of all formats, which are made once.
+_pattern = functools.cache(Pattern)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]+)")
 
 
@@ -123,7 +125,6 @@ class OutputParser:
         self._ahead, self._ahead_from = "", 0
         self._read_text: list[str] = []
         self._has_ended = False
-        self._patterns: dict[tuple[str, ...], Pattern] = {}
         # Where the next piece can be taken up to; None: it has to be read by characters.
         self._plain: re.Pattern[str] | None = None
         self._reader = self._answer()
@@ -191,9 +192,7 @@ class OutputParser:
 
     def _match(self, *texts: str) -> Generator[None, str, dict[str, str] | None]:
         """Reads the longest of the texts of a pattern. None: it is none of them, and nothing is read."""
-        pattern = self._patterns.get(texts)
-        if pattern is None:
-            pattern = self._patterns[texts] = Pattern(*texts)
+        pattern = _pattern(*texts)
         text, found, matched = "", pattern.match(""), 0
         while pattern.may_begin_with(text):
             char = yield from self._read()

@@ -112,6 +112,9 @@ def test_generate_shows_logprobs(
     a, first, second = ids("aé")
     assert capsys.readouterr().out == f"{a}\t-0.5000\t'a'\n{first}\t-0.5000\t''\n{second}\t-0.5000\t'é'\n"
     assert executor.calls["Execute"][0].items[0].logprobs
+    executor.script = [first, EOS]
+    assert quire("generate", "x", "--logprobs") == 0
+    assert capsys.readouterr().out == f"{first}\t-0.5000\t''\n\t\t'\ufffd'\n"
 
 
 def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(

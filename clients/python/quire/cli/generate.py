@@ -116,6 +116,9 @@ class _Printer:
         for index, (token_id, entry) in enumerate(zip(token_ids, chunk.logprobs, strict=False), start=1):
             text = chunk.text if index == len(token_ids) else ""
             print(f"{token_id}\t{entry.logprob:.4f}" + (f"\t{text!r}" if self._has_text else ""), flush=True)
+        if chunk.text and not token_ids:
+            # Of earlier tokens: it was known only at the end.
+            print(f"\t\t{chunk.text!r}", flush=True)
 
     def finish(self) -> None:
         """Ends the line."""
