@@ -111,6 +111,9 @@ def _in_form(messages: _Messages, null: Any, *, are_values: bool) -> list[dict[s
             function["arguments"] = json.loads(text) if are_values else text
             if message.get("content") is None:
                 message["content"] = None if null is _DROPPED else null
+        if "reasoning_content" in message:
+            # The library adds the other name.
+            message["reasoning"] = message["reasoning_content"]
         if message["role"] == "tool" and message["tool_call_id"] in names:
             message.setdefault("name", names[message["tool_call_id"]])
     return given
