@@ -78,6 +78,13 @@ class Connection(H11Protocol):
         self.idle_s = 0.0
         super().on_response_complete()
 
+    def shutdown(self) -> None:
+        """Closes it, if it has no request that runs; else after that."""
+        if self.is_answered:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def check_timeouts(self) -> None:
         """Aborts it if nothing has moved for too long. Must be called every CHECK_INTERVAL_S."""
         self.idle_s = 0.0 if self.has_running_request() else self.idle_s + CHECK_INTERVAL_S

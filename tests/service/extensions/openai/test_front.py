@@ -565,6 +565,17 @@ async def test_who_is_refused_while_it_still_sends_gets_the_response() -> None:
         await until(lambda: not served.front.server.connections)
 
 
+async def test_who_is_refused_and_never_ends_its_body_does_not_delay_a_shutdown() -> None:
+    async with serving(FakeRuntime(generate_yes), message_timeout_s=600) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readuntil(b"}}"), TIMEOUT_S)).startswith(b"HTTP/1.1 404")
+        async with asyncio.timeout(TIMEOUT_S):
+            await served.front.stop(600)
+            assert await reader.read() == b""
+        writer.close()
+
+
 @pytest.mark.parametrize("is_announced", [True, False])
 async def test_a_body_that_is_too_large_is_refused_before_it_has_arrived(is_announced: bool) -> None:
     """Who never sends the rest of it has a connection like one without a request."""
