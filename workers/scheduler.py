@@ -132,7 +132,6 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_batch_items = max_batch_items
         self.max_rows = max_rows
-        self.page_size = page_size
         self._limits = CallerLimits(max_mixed_prefill_tokens, max_batch_tokens)
         step = Capacity(max_batch_tokens, max_batch_items, max_rows)
         self._queues = ForwardQueues(step, page_size, self._limits)

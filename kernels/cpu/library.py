@@ -212,7 +212,8 @@ def compile_sources(compiler: list[str], flags: Sequence[str], target: Path) -> 
         BuildError: The compiler fails, or a file cannot be written.
     """
     try:
-        target.parent.mkdir(exist_ok=True)
+        # Whatever the umask is, no other user can replace the library, nor what else is there.
+        target.parent.mkdir(mode=0o755, exist_ok=True)
         # In the same directory, since a rename is atomic only within a file system.
         with (
             tempfile.TemporaryDirectory(dir=target.parent) as scratch,

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from kernels.attention_batch import AttentionBatch
+from kernels.checks import check_tensor
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.experts import ExpertLayer
@@ -218,6 +219,10 @@ class Sublayers:
             )
         if lora_slots is not None and (lora_slots.dtype is not torch.int32 or len(lora_slots) != len(x)):
             raise ValueError(f"lora_slots: must be {len(x)} of int32, got {lora_slots}")
+        if given is not None:
+            check_tensor("given", given, (len(x), None, None), (torch.int64,))
+        if chosen is not None:
+            check_tensor("chosen", chosen, (None, len(x), None), (torch.int64,))
         # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
         tables = batch.page_tables.to(torch.int32)
         starts = batch.query_starts.to(torch.int32).contiguous()

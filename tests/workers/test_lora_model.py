@@ -151,6 +151,22 @@ def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dty
         assert torch.equal(row, expected) == (slot in (-1, 4))
 
 
+def test_an_adapter_of_a_router_in_float32_of_another_model(tmp_path: Path) -> None:
+    """Its matrices are float32, too: others were read as if they were."""
+    made = make_family_model(tmp_path / "made", *settings_of("deepseek_v3"), seed=7)
+    decoder, texts = load(made, torch.bfloat16), random_texts(5, LENGTHS)
+    routers = {name: pair for name, pair in adapter(decoder, 2, 1.0).items() if name.endswith("mlp.gate")}
+    assert routers
+    decoder.set_lora(2, decoder.pack_lora(routers))
+    found = torch.cat(logits_of(decoder, texts, (2,) * len(texts)))
+    plain = torch.cat(logits_of(decoder, texts, (-1,) * len(texts)))
+    other = load(merged(made, routers, tmp_path / "merged"), torch.bfloat16)
+    expected = torch.cat(logits_of(other, texts, (-1,) * len(texts)))
+    # In a few rows the two sums choose another expert.
+    is_near = (found - expected).abs().amax(1) < 0.1 * (plain - expected).abs().amax()
+    assert is_near.double().mean() > 0.9
+
+
 def test_any_number_of_threads(tmp_path: Path) -> None:
     need_compiled()
     family, settings = settings_of("qwen3_moe with dense layers")

@@ -60,7 +60,8 @@ class WeightsReplacement(Generic[_Weights]):
 
     def read(self, op_id: int, directory: str) -> None:
         """Starts to read. What was read before is dropped."""
-        self._wanted, self._ready, self._directory = op_id, None, directory
+        self.discard()
+        self._wanted, self._directory = op_id, directory
         threading.Thread(target=self._run, args=(op_id, directory), name="weights", daemon=True).start()
 
     def _run(self, op_id: int, directory: str) -> None:

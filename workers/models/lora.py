@@ -193,8 +193,9 @@ def _pairs_of(
         scales = _scales(linear, pairs, given)
         # What is there includes the bias, which is not scaled.
         shifts = None if linear.bias is None else linear.bias.float() * (1 - scales)
-    outputs = [*linear.parts.values()]
-    return LoraPairs(given, linear.weight.shape[1], outputs, dtype, pack=pack, scales=scales, shifts=shifts)
+    outputs, weight = [*linear.parts.values()], linear.weight
+    # Routers may be float32 in a model of another dtype.
+    return LoraPairs(given, weight.shape[1], outputs, weight.dtype, pack=pack, scales=scales, shifts=shifts)
 
 
 @torch.inference_mode()
