@@ -205,7 +205,7 @@ def experts(  # noqa: PLR0913 - keyword-only options of one formula
         )
     if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
         tables = None if lora is None else (lora.gate_up, lora.down)
-        layer = cpu.described(gate_up, down, ACTIVATIONS.index(activation), biases, tables)
+        layer = cpu.expert_layer(gate_up, down, ACTIVATIONS.index(activation), biases, tables)
         slots = None if lora is None else lora.slots
         return cpu.experts(x, layer, expert_ids, expert_weights, slots)
     return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation, biases, lora)

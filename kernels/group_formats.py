@@ -78,6 +78,10 @@ class GroupFormat:
     table: int = 0
     rounds_rows: bool = True
 
+    def __post_init__(self) -> None:
+        # As `find_factors` of kernels/cpu/group_chunk.h takes it.
+        assert not (self.subscales and self.zeros) and (self.minima or not self.packs_subscales), self
+
     @property
     def packs_subscales(self) -> bool:
         """Whether a byte has both integers of a half group: the scale's are the low 4 bits."""

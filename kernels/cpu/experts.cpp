@@ -135,9 +135,7 @@ constexpr bool kGathers = false;
 template <typename T>
 int64_t weight_bytes(const ExpertGroups& groups, const ExpertsProjection& projection) {
   int64_t bytes = 0;
-  for (const int64_t expert : groups.chosen)
-    for (int64_t index = 0; index < projection.num_parts; index++)
-      bytes += projection.part(expert, index).bytes(projection.inputs, sizeof(T));
+  for (const int64_t expert : groups.chosen) bytes += projection.bytes(expert, sizeof(T));
   return bytes;
 }
 

@@ -25,6 +25,12 @@ struct ExpertsProjection {
 
   const MatrixPart& part(int64_t expert, int64_t index) const { return parts[expert * num_parts + index]; }
 
+  int64_t bytes(int64_t expert, int64_t element_bytes) const {
+    int64_t all = 0;
+    for (int64_t index = 0; index < num_parts; index++) all += part(expert, index).bytes(inputs, element_bytes);
+    return all;
+  }
+
   // That of the outputs of a part, or null.
   template <typename T>
   const T* bias_of(int64_t expert, int64_t index) const {
@@ -85,7 +91,7 @@ struct AdaptedPairs {
   bool find(const ExpertsArguments& a, const ExpertGroups& groups);
 };
 
-// What all workers of a call share. It may be kept for the next one.
+// What all workers of a call share. It is not kept for the next one: for a prefill of large experts it is 100 MB and more.
 struct ExpertsWork {
   Scratch scratch;
   ExpertGroups groups;

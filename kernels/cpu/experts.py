@@ -75,7 +75,7 @@ class PackedWeights:
         return self._weights[expert]
 
 
-def described(
+def expert_layer(
     gate_up: PackedWeights,
     down: PackedWeights,
     activation: int,

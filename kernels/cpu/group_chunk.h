@@ -65,7 +65,7 @@ inline Part scales_at(const GroupFormat& format, const uint8_t* from) {
 
 enum Subscales { kNoSubscales, kSubscales, kPackedSubscales };
 
-// `find_factors` for formats that have these. Conditions on a format in the loops take as long as the products of one row.
+// `find_factors` for formats that have these. Conditions on them in the loops would take as long as the products of one row.
 template <Extra kExtra, Subscales kSub>
 void find_factors_with(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
   const int64_t scales = format.num_scales(groups), bytes = format.scale_bytes();
@@ -73,11 +73,11 @@ void find_factors_with(const GroupFormat& format, const uint8_t* chunk, int64_t 
   const uint8_t* zeros = minima + scales * format.minima * 2 * kBlockOutputs;
   const uint8_t* subscales = zeros + scales * format.zeros * kBlockOutputs;
   const uint8_t* subminima = subscales + groups * format.subscales * kBlockOutputs;
-  const auto put = [](float* to, Part part) { std::memcpy(to, &part, sizeof(part)); };
+  const auto put = [](float* at, Part part) { std::memcpy(at, &part, sizeof(part)); };
   for (int64_t i = 0; i < scales * kBlockOutputs; i += kPartLanes) {
     put(to.scales[0] + i, scales_at(format, chunk + i * bytes));
-    if (kExtra == kMinima) put(to.extras[0] + i, floats_of_float16(minima + 2 * i));
-    if (kExtra == kZeros) put(to.extras[0] + i, -floats_of_bytes(load<PartBytes>(zeros + i)));
+    if constexpr (kExtra == kMinima) put(to.extras[0] + i, floats_of_float16(minima + 2 * i));
+    if constexpr (kExtra == kZeros) put(to.extras[0] + i, -floats_of_bytes(load<PartBytes>(zeros + i)));
   }
   const int64_t each = format.span * format.halves();
   if (kSub == kNoSubscales && each == 1) return;
@@ -89,17 +89,17 @@ void find_factors_with(const GroupFormat& format, const uint8_t* chunk, int64_t 
       for (int64_t i = std::min(groups * format.halves(), (s + 1) * each) - 1; i >= s * each; i--) {
         const int64_t at = i * kBlockOutputs + output;
         Part own = scale, beside = extra;
-        if (kSub == kPackedSubscales) {
+        if constexpr (kSub == kPackedSubscales) {
           const PartBytes both = load<PartBytes>(subscales + at);
           own *= floats_of_bytes(both & 15);
           beside *= -floats_of_bytes(both >> 4);
         }
-        if (kSub == kSubscales) {
+        if constexpr (kSub == kSubscales) {
           own *= floats_of_bytes(load<PartBytes>(subscales + at));
-          if (kExtra == kMinima) beside *= -floats_of_bytes(load<PartBytes>(subminima + at));
+          if constexpr (kExtra == kMinima) beside *= -floats_of_bytes(load<PartBytes>(subminima + at));
         }
         put(to.scales[0] + at, own);
-        if (kExtra != kNothing) put(to.extras[0] + at, beside);
+        if constexpr (kExtra != kNothing) put(to.extras[0] + at, beside);
       }
     }
 }

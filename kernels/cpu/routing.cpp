@@ -12,7 +12,7 @@ namespace {
 // Plain data, filled by kernels/cpu/routing.py: the fields must agree.
 struct Arguments {
   const void* logits;    // [T, E] contiguous
-  const int64_t* given;  // [T, k] contiguous, a row that begins with -1 has none; or null
+  const int64_t* given;  // [T, k] contiguous, or null; see `Router`
   int64_t* ids;          // [T, k]
   float* weights;        // [T, k]
   int64_t tokens, threads;
@@ -27,7 +27,7 @@ bool run(const Arguments& a) {
     Router router(a.rule);
     worker.for_shares(a.tokens, [&](int64_t token) {
       const int64_t first = token * a.rule.choices;
-      const int64_t* given = a.given == nullptr || a.given[first] < 0 ? nullptr : a.given + first;
+      const int64_t* given = a.given == nullptr ? nullptr : a.given + first;
       const T* logits = static_cast<const T*>(a.logits) + token * a.rule.experts;
       if (!router.route(logits, given, a.ids + first, a.weights + first)) found = false;
     });

@@ -61,13 +61,14 @@ class Router {
       : rule_(rule), scores_(rule.experts), chosen_by_(rule.experts), weights_(rule.experts + kDoubleLanes),
         groups_(rule.groups), worth_(rule.groups), logits_(rule.choices) {}
 
-  // Writes the experts [k] of a token and their weights [k]. given: experts that are chosen whatever their scores, or null.
-  // False if there is no such expert.
+  // Writes the experts [k] of a token and their weights [k]. given: experts that are chosen whatever their scores; null, or
+  // -1 at first: none are. False if there is no such expert.
   template <typename T>
   bool route(const T* logits, const int64_t* given, int64_t* ids, float* weights) {
     const auto logit = [&](int64_t expert) { return load_lanes<Part>(logits + expert, 1)[0]; };
     for (int64_t expert = 0; expert < rule_.experts; expert++) scores_[expert] = logit(expert);
     score();
+    if (given != nullptr && *given < 0) given = nullptr;
     if (given == nullptr) choose(ids);
     for (int64_t choice = 0; choice < rule_.choices; choice++) {
       if (given != nullptr) ids[choice] = given[choice];

@@ -1,4 +1,4 @@
-// Memory for what is in between.
+// Scratch memory for intermediate results.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ class Scratch {
   int64_t bytes_ = 0;
 };
 
-// Arrays one after the other in memory, each from a line of the cache on. Of memory at 0, how much they need.
+// Arrays one after the other in memory, each from a line of the cache on. With `begin` 0 it only computes their size.
 class Arrays {
  public:
   explicit Arrays(uintptr_t begin) : begin_(begin), at_(begin) {}
@@ -39,7 +39,7 @@ class Arrays {
     at_ += count * sizeof(T);
   }
 
-  int64_t bytes() const { return at_ - begin_ + kLine; }  // as much if memory does not begin with a line
+  int64_t bytes() const { return at_ - begin_ + kLine; }  // with room to align the first
 
  private:
   static constexpr uintptr_t kLine = 64;

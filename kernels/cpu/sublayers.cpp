@@ -239,12 +239,12 @@ struct Run {
     } else {
       route<T>(sublayer, entered, buffers.wide, ids);
     }
-    if (!experts_exist) return;
     const int32_t* slots = lora == nullptr ? nullptr : step.lora_slots;
     const ExpertsArguments arguments{&mixture.layer, step.x, entered, ids, buffers.expert_weights, slots, rows, choices,
                                      width, sublayer.is_beside};
-    if (worker.index == 0) experts.prepare(arguments);
+    if (worker.index == 0 && experts_exist && !experts.prepare(arguments)) experts_exist = false;
     worker.barrier();
+    if (!experts_exist) return;
     run_experts<T>(arguments, experts, worker);
     if (chosen != nullptr) chosen += rows * choices;
   }
@@ -259,7 +259,6 @@ struct Run {
     worker.for_shares(rows, [&](int64_t row) {
       float* weights = buffers.expert_weights + row * choices;
       const int64_t* given = step.given == nullptr ? nullptr : step.given + row * step.given_stride + sublayer.layer * choices;
-      if (given != nullptr && *given < 0) given = nullptr;
       if (!router.route(logits + row * sublayer.into.outputs, given, ids + row * choices, weights)) experts_exist = false;
       if (mixture.wide_weights) return;
       for_parts(choices, [&](int64_t i, int count) {

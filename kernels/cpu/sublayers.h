@@ -41,7 +41,7 @@ struct Matrix {
   }
 };
 
-// In the order of KINDS in kernels/cpu/sublayers.py.
+// GATED_MLP and so on in kernels/cpu/sublayers.py have these numbers.
 enum Kind : int64_t { kGatedMlp, kAttention, kShortConv, kMamba2, kGatedDelta, kExperts };
 
 // Experts and how they are chosen.
@@ -51,10 +51,9 @@ struct Mixture {
   int64_t wide_router;   // the router and its product are float32
   int64_t wide_weights;  // those of experts stay float32, and are not rounded to the type of rows
 
-  // What is read for one row.
+  // What is read for one row, if experts are as large as the first.
   int64_t bytes(int64_t element_bytes) const {
-    const ExpertsProjection &into = layer.gate_up, &out = layer.down;
-    return rule.choices * (into.part(0, 0).bytes(into.inputs, element_bytes) + out.part(0, 0).bytes(out.inputs, element_bytes));
+    return rule.choices * (layer.gate_up.bytes(0, element_bytes) + layer.down.bytes(0, element_bytes));
   }
 };
 

@@ -19,9 +19,18 @@ from kernels.packed_pages import can_pack_width
 from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
 from workers.models.experts import Experts, WithSharedExpert
-from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Projected, Sublayer
+from workers.models.layers import (
+    Attention,
+    Body,
+    ForwardContext,
+    GatedMlp,
+    Norm,
+    Projected,
+    Sublayer,
+    parts_of,
+)
 from workers.models.linear import Linear
-from workers.models.recurrent_layers import GatedDelta, Mamba2, RecurrentMixer, ShortConv, parts_of
+from workers.models.recurrent_layers import GatedDelta, Mamba2, RecurrentMixer, ShortConv
 
 
 class Stage(Protocol):
@@ -151,7 +160,7 @@ def _gate_of(body: Body) -> Linear | None:
 
 def _can_compile_body(body: Body, *, is_split: bool) -> bool:
     if isinstance(body, Experts):
-        return body.compiled() is not None
+        return body.can_compile
     return (
         isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
         and not (isinstance(body, RecurrentMixer) and body.within)
@@ -196,7 +205,6 @@ def _of_body(body: Body, ropes: Sequence[RopeSpec], keep: list[object]) -> subla
 
 def _of_experts(body: Experts, keep: list[object]) -> sublayers.Sublayer:
     mixture, into = body.compiled(), _matrix(body.router, keep)
-    assert mixture is not None
     keep.append(mixture)
     found = sublayers.Sublayer(rope=-1, kind=sublayers.EXPERTS, layer=body.index, into=into)
     found.out.outputs, found.weights = into.inputs, ctypes.addressof(mixture)

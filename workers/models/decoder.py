@@ -27,11 +27,11 @@ from workers.models.compiled_layers import Stage, compiled
 from workers.models.config import ModelConfig
 from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
-from workers.models.layers import ForwardContext, Norm, Sublayer
+from workers.models.layers import ForwardContext, Norm, Sublayer, parts_of
 from workers.models.linear import LoadTarget
 from workers.models.mtp_head import MtpHead
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
-from workers.models.recurrent_layers import RecurrentMixer, parts_of
+from workers.models.recurrent_layers import RecurrentMixer
 from workers.models.shard import Shard, Slice
 from workers.models.steering import SteeredRows, SteeredStage
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.experts import PackedWeights, described
+from kernels.cpu.experts import PackedWeights, expert_layer
 from kernels.cpu.routing import CompiledRule
 from kernels.cpu.sublayers import Mixture
 from kernels.expert_lora import ExpertAdapters
@@ -162,15 +162,18 @@ class Experts(Body):
         """That of rows."""
         return matrix_of(self.down, 0).dtype
 
-    def compiled(self) -> Mixture | None:
-        """What compiled sublayers need besides the router; None: there are none. Keeps nothing alive."""
-        if not isinstance(self.gate_up, PackedWeights) or not isinstance(self.down, PackedWeights):
-            return None
-        if self.router.weight.compiled is None or self._latent is not None:
-            return None
+    @property
+    def can_compile(self) -> bool:
+        """Whether there are kernels for all of it."""
+        is_packed = isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
+        return is_packed and self.router.weight.compiled is not None and self._latent is None
+
+    def compiled(self) -> Mixture:
+        """What compiled sublayers need besides the router, if it `can_compile`. Keeps nothing alive."""
+        assert isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
         config, biases = self._config, self._biases
         into, out_of = self._into.lora, self._out_of.lora
-        layer = described(
+        layer = expert_layer(
             self.gate_up,
             self.down,
             ACTIVATIONS.index(self._activation),

@@ -190,6 +190,11 @@ class Several(Body):
             part.renew()
 
 
+def parts_of(body: Body) -> tuple[Body, ...]:
+    """The parts of a `Several`, in order; else the body itself."""
+    return body.parts if isinstance(body, Several) else (body,)
+
+
 class Sublayer:
     """residual + scale * after(body(before(residual))). A norm that is None is left out.
 

@@ -21,7 +21,7 @@ from kernels.mamba2 import Mamba2Weights, mamba2
 from kernels.rms_norm import rms_norm
 from kernels.short_conv import short_conv, silu_conv
 from workers.kv.state_tensors import StateShape
-from workers.models.layers import Attention, Body, ForwardContext, Projected, Several
+from workers.models.layers import Attention, ForwardContext, Projected, Several
 from workers.models.linear import Linear, LoadTarget
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config
 from workers.models.shard import Group, Slice, normalise_rows
@@ -383,8 +383,3 @@ class SideBySide(Several):
         if self._attention.is_last:
             mixed = mixed.index_select(0, context.inputs.wanted_rows)
         return mixed.add_(self._attention(x, context))
-
-
-def parts_of(body: Body) -> tuple[Body, ...]:
-    """Those that are side by side, in order; else it alone."""
-    return body.parts if isinstance(body, Several) else (body,)
