@@ -29,7 +29,7 @@ from quire._items import Prompt, TextSettings, embed_inputs, items_of
 from quire._methods import Method
 from quire._proxies import proxy_of
 from quire._uploads import AdapterFiles, AsyncUpload, WeightFiles, adapter_requests, weight_requests
-from quire.errors import QuireError, from_rpc_error
+from quire.errors import InternalError, QuireError, from_rpc_error
 from quire.executions import AsyncExecution
 from quire.session import (
     DEFAULT_CLOSE_TIMEOUT_S,
@@ -351,6 +351,8 @@ class AsyncClient(AsyncCaller):
             responses: list[admin_pb2.LoadWeightsResponse] = await AsyncAnswer.every(updates)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self._first_proxy) from None
+        if not responses:
+            raise InternalError(grpc.StatusCode.INTERNAL, "", "the server sent no answer")
         return responses[-1]
 
     async def list_adapters(self, **call: Unpack[CallOptions]) -> list[admin_pb2.Adapter]:
