@@ -12,8 +12,14 @@ from typing import Any
 from service.text import bounded_json
 
 MAX_CALLS = 128
-# Of Python, outside its strings: its parser takes ten microseconds for each.
-MAX_PYTHON_MARKS = 1 << 12
+# Of Python: strings, and characters of operators and spaces. Its parser takes ten microseconds for each.
+_MAX_PYTHON_MARKS = 1 << 12
+# A string with its prefix, or a comment.
+_PYTHON_TEXT = re.compile(
+    r"""([a-z]{0,2})('''|\"""|'|")(?:\\.?|(?!\2).)*+(?:\2)?|#[^\n]*""", re.DOTALL | re.IGNORECASE
+)
+# The prefix of a string with expressions in it: no value, and its parser takes minutes for a long one.
+_FORMATTED = re.compile("[ft]r?'", re.IGNORECASE)
 _NAME = re.compile(r"[\w.:\-]{1,256}")
 # Values of parameters as the template of Qwen3-Coder writes them, and the types of JSON's values.
 _PYTHON_VALUES = {"True": True, "False": False, "None": None}
@@ -77,6 +83,9 @@ def calls_of_python(text: str, known: Collection[str] | None) -> list[tuple[str,
 
 def _parsed(text: str) -> ast.expr:
     """An expression in Python. Raises one of _PYTHON_ERRORS."""
+    short = _PYTHON_TEXT.sub(r"\1'", text, count=_MAX_PYTHON_MARKS + 1)
+    if len(re.sub(r"\w", "", short)) > _MAX_PYTHON_MARKS or _FORMATTED.search(short):
+        raise ValueError
     with warnings.catch_warnings():
         # Of escapes that Python does not know.
         warnings.simplefilter("ignore")
@@ -91,7 +100,8 @@ def typed_value(text: str, schema: Mapping[str, Any], key: str) -> str:
     properties = schema.get("properties")
     kinds = _kinds_of(properties.get(key) if isinstance(properties, dict) else None)
     try:
-        value = _PYTHON_VALUES[text] if text in _PYTHON_VALUES else bounded_json.loads(text)
+        bare = text.strip()
+        value = _PYTHON_VALUES[bare] if bare in _PYTHON_VALUES else bounded_json.loads(text)
     except ValueError:
         return (_python_value(text) if kinds & {"array", "object"} else None) or json.dumps(text)
     # Where it may be a text, only what the schema names is another value: a postcode of digits is a text.
@@ -101,8 +111,6 @@ def typed_value(text: str, schema: Mapping[str, Any], key: str) -> str:
 
 def _python_value(text: str) -> str | None:
     """A list or an object as Python writes it, and the template of Seed-OSS, as JSON; None: it is none."""
-    if sum(not char.isalnum() for char in text) > MAX_PYTHON_MARKS:
-        return None
     try:
         value = ast.literal_eval(_parsed(text.strip()))
         return json.dumps(value, allow_nan=False) if isinstance(value, list | dict) else None

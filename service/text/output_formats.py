@@ -84,7 +84,7 @@ class Arguments(enum.Enum):
 class ToolFormat:
     """A section of calls: one of `begins`, `opening`, calls with `between` them, `closing`.
 
-    One of `begins` can also be that of `head`.
+    One of `begins` may also be the beginning of `head`.
 
     What is written with spaces, from `opening` to `key`, are texts of a `Pattern`.
 

@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 
 from service.text.call_values import (
     MAX_CALLS,
-    MAX_PYTHON_MARKS,
     NoCall,
     call_of_object,
     calls_of_python,
@@ -455,10 +454,10 @@ class OutputParser:
 
     def _python_calls(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
         """A list of calls as in Python. Raises NoCall."""
-        text, depth, quote, is_escaped, num_marks = "", 0, "", False, 0
+        text, depth, quote, is_escaped = "", 0, "", False
         while not text or depth:
             char = yield from self._read()
-            if not char or len(text) >= _MAX_HELD_CHARACTERS or num_marks > MAX_PYTHON_MARKS:
+            if not char or len(text) >= _MAX_HELD_CHARACTERS:
                 raise NoCall
             text += char
             if is_escaped:
@@ -470,7 +469,6 @@ class OutputParser:
                 quote = char
             else:
                 depth += (char in "[({") - (char in "])}")
-                num_marks += not char.isalnum()
                 if not 0 <= depth <= MAX_LEVELS:
                     raise NoCall
         calls = calls_of_python(text, self._tools if not is_marked else None)

@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from quire import (
@@ -18,11 +19,12 @@ from quire import (
     CacheNotFound,
     Cancelled,
     Client,
+    InternalError,
     QuireError,
     Session,
 )
 
-from tests.fake_executor import FakeExecutor
+from tests.fake_executor import FakeExecutor, serving
 
 GENERATOR = Path(__file__).resolve().parents[2] / "clients" / "python" / "generate_blocking.py"
 
@@ -94,6 +96,15 @@ async def test_a_client_that_is_closed_says_so_to_those_who_wait(target: str, ex
     found = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(error) for error in found] == [Cancelled] * 3
     cache.detach()
+
+
+async def test_weights_of_which_the_server_says_nothing() -> None:
+    class Silent(FakeExecutor):
+        def LoadWeights(self, _request: Any, _context: Any) -> Iterator[Any]:
+            return iter(())
+
+    with serving(Silent()) as target, Client(target) as client, pytest.raises(InternalError):
+        client.load_weights("/x")
 
 
 async def test_an_execution_that_is_cancelled_ends_with_that_error(

@@ -127,6 +127,11 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
     }
   }
 
+  /** How many samples its items have. */
+  get numTexts(): number {
+    return this.#request.items.reduce((sum, { n }) => sum + Math.max(1, n), 0);
+  }
+
   /** Waits for all, and returns the text of each sample, item by item. Throws QuireError. */
   async texts(): Promise<string[]> {
     return (await this.answers()).map(({ text }) => text);

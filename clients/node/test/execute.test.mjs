@@ -60,6 +60,9 @@ test("generate returns a text, and texts those of several prompts and samples", 
   assert.equal(await client.generate("12+34="), "46");
   assert.equal(await client.generate("12+34=", { maxTokens: 1, priority: "high", temperature: 0 }), "4");
   await assert.rejects(client.generate("12+34=", { n: 2 }), TypeError); // it was both texts, one behind the other
+  for (const several of [["1+1=", "2+3="], [item("x", { n: 2 })], [item("x"), item("y", { itemId: "1" })]]) {
+    await assert.rejects(client.generate(several), TypeError);
+  }
   assert.deepEqual(await client.execute(["1+1=", "2+3="], { n: 2 }).texts(), ["2", "2", "5", "5"]);
   assert.deepEqual(await client.execute([[1, 2]], { maxTokens: 2, ignoreEos: true, tokensOnly: true }).texts(), [""]);
   await assert.rejects(client.generate([{ role: "user", content: "1+1=" }]), { reason: "NO_CHAT_TEMPLATE" });

@@ -25,11 +25,11 @@ from quire._connection import (
 )
 from quire._enums import Cause, Policy, Priority, number_of
 from quire._gateways import AsyncAnswer, Gateways, targets_of
-from quire._items import Prompt, TextSettings, embed_inputs, items_of, require_one_text
+from quire._items import Prompt, TextSettings, embed_inputs, items_of
 from quire._methods import Method
 from quire._proxies import proxy_of
 from quire._uploads import AdapterFiles, AsyncUpload, WeightFiles, adapter_requests, weight_requests
-from quire.errors import QuireError, from_rpc_error
+from quire.errors import InternalError, QuireError, from_rpc_error
 from quire.executions import AsyncExecution
 from quire.session import (
     DEFAULT_CLOSE_TIMEOUT_S,
@@ -232,8 +232,10 @@ class AsyncClient(AsyncCaller):
         `execute` has more: texts as they are generated, several prompts or samples, log-probabilities.
         Raises QuireError, and the errors of `quire.item`.
         """
-        require_one_text(prompt, settings.get("n"))
-        execution = self.execute(prompt, timeout_s=timeout_s, priority=priority, **settings)
+        items = items_of(prompt, settings)
+        if len(items) > 1 or items[0].n > 1:
+            raise TypeError("generate returns one text; for several: execute(...).texts()")
+        execution = self.execute(items, timeout_s=timeout_s, priority=priority)
         async with execution:
             return "".join(await execution.texts())
 
@@ -349,6 +351,8 @@ class AsyncClient(AsyncCaller):
             responses: list[admin_pb2.LoadWeightsResponse] = await AsyncAnswer.every(updates)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self._first_proxy) from None
+        if not responses:
+            raise InternalError(grpc.StatusCode.INTERNAL, "", "the server sent no answer")
         return responses[-1]
 
     async def list_adapters(self, **call: Unpack[CallOptions]) -> list[admin_pb2.Adapter]:

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.setting_rules import REASONING_PARSERS, TOOL_CALL_PARSERS
-from service.text.call_values import MAX_CALLS
+from service.text.call_values import MAX_CALLS, typed_value
 from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
 from service.text.output_formats import (
     FORCED,
@@ -186,7 +186,9 @@ def test_a_number_beyond_the_largest_is_a_text() -> None:
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "3", 3),
         ({"oneOf": [{"type": ["string"]}, {"type": "array"}]}, "[1]", [1]),
         ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "True\n", True),
         ({"type": "string"}, "True", "True"),
+        ({"type": "string"}, "None\n ", "None\n "),
         ({"type": "number"}, "1.5", 1.5),
         ({"type": [3, {}], "anyOf": 3}, "false", False),
         ({"type": "array"}, "[1, 'a', None, True]", [1, "a", None, True]),
@@ -207,6 +209,32 @@ def test_a_value_has_the_type_that_its_schema_names(
     _, _, calls = gathered([*parser.push(written), *parser.end()])
     found = json.loads(calls[0][1])["city"]
     assert (found, type(found)) == (value, type(value))
+
+
+ARRAY = {"properties": {"key": {"type": "array"}}}
+
+
+def test_a_list_of_python_may_have_long_texts() -> None:
+    code = """if a == 'b': c["d"] = '''e'''  # f\n\t""" * 600
+    assert json.loads(typed_value(repr([code, "it's"]), ARRAY, "key")) == [code, "it's"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + "1," * 20_000 + "]",
+        "[" + "'a'" * 15_000 + "]",
+        "[f'" + "{1}" * 15_000 + "']",
+        '["""a"b""",' + "1," * 20_000 + '"c"]',
+        '[#"\n' + "1," * 20_000 + '"c"]',
+        '[f" ",' + "1," * 20_000 + '" "]',
+    ],
+    ids=["numbers", "strings", "formatted", "quoted thrice", "comment", "behind a formatted one"],
+)
+def test_what_keeps_the_parser_of_python_busy_stays_a_text(text: str) -> None:
+    assert typed_value(text, ARRAY, "key") == json.dumps(text)
+    called = f"<|python_start|>[stop(a={text})]<|python_end|>"
+    assert gathered(parts_of(BY_NAME["llama4_pythonic"], [called])) == (called, "", [])
 
 
 @pytest.mark.parametrize(
