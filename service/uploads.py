@@ -58,6 +58,17 @@ class UploadDirectory:
                 if path.name not in names:
                     shutil.rmtree(path, ignore_errors=True)
 
+    def sync(self, name: str) -> None:
+        """Waits until an upload of this name outlives a crash of the system. Blocks. Raises OSError."""
+        if self._data_dir is None:
+            return
+        for path in (*(self.path / name).rglob("*"), self.path / name, self.path, self._data_dir):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
     def close(self) -> None:
         """Removes what must not outlive the gateway. Never raises."""
         if self._temporary is not None:
@@ -68,19 +79,6 @@ def require_room(directory: Path, size_bytes: int) -> None:
     """Raises OSError if the disk has not this much and RESERVE_BYTES: appends need the journal's disk."""
     if shutil.disk_usage(directory).free < size_bytes + RESERVE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def sync_tree(directory: Path) -> None:
-    """Waits until the disk has all that is in a directory, its entry, and that of the one above.
-
-    Blocks. Raises OSError.
-    """
-    for path in (*directory.rglob("*"), directory, *directory.parents[:2]):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class UploadedFile:

@@ -213,6 +213,20 @@ def test_without_a_temporary_directory_there_is_no_adapter_to_discard(
     AdapterStore(None, 1, StoredValues()).discard(1)
 
 
+async def test_what_outlives_nothing_does_not_wait_for_the_disk(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, uploads failed if the system's temporary directory cannot be read, and so not synced."""
+
+    def unreadable(_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "fsync", unreadable)
+    server = Server(None, model)
+    assert (server.find(await server.upload()) / MODEL).read_bytes() == DATA
+    server.uploads.directory.close()
+
+
 def load(server: Server, source: str, error: QuireError) -> None:
     with pytest.raises(type(error)), server.uploads.loading(source):
         raise error
