@@ -40,7 +40,7 @@ class Server:
 
     def __init__(self, data_dir: Path | None, configured: Path, values: StoredValues | None = None) -> None:
         self.values = StoredValues() if values is None else values
-        uploads = Path() if data_dir is None else data_dir / DIRECTORY
+        uploads = data_dir and data_dir / DIRECTORY
         self.versions = ModelVersions(str(configured), 1, self.values, uploads=uploads)
         self.uploads = WeightUploads(data_dir, self.versions, Config())
         self.new_threads()
