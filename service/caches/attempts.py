@@ -281,7 +281,8 @@ class Attempts:
             operation.failures += 1
             self._kv.drop(entry)
             return self.begin_again(operation)
-        if self._parked.can_others_free_pages(worker):
+        if len(worker.held) > 1:
+            # Other caches may free their pages later.
             self._parked.park(operation, Need.PAGES)
             return False
         # Pages were freed meanwhile, or it needs more than the worker has.

@@ -185,8 +185,8 @@ class ParkedOperations:
             missing = (operation.pages_needed if worker is own else whole) - worker.headroom
             if missing <= 0 or self.preempt(worker, missing, operation):
                 return True
-            if worker is own and not self.can_others_free_pages(worker):
-                # The worker decides whether it fits.
+            if worker is own and len(worker.held) <= 1:
+                # No other cache can free pages later: the worker decides whether it fits.
                 return True
             full.add(worker)
         return False
@@ -198,10 +198,6 @@ class ParkedOperations:
             if entry.running is not None and entry.running.need is Need.PAGES:
                 entry.running.preempted_for = operation
         return bool(evicted)
-
-    def can_others_free_pages(self, worker: WorkerView) -> bool:
-        """Whether other caches than the one in need have pages on its worker, which they may free later."""
-        return len(worker.held) > 1
 
 
 def _take_one(counts: Counter[_Key], key: _Key) -> None:
