@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from service.caches.answers import CommandFailed, Event, ForwardDone
 from service.caches.effects import AbortForward, Context, ForkSequence, ReleaseSequences, TruncateSequence
 from service.caches.entries import Need, Operation, WorkerView
-from service.caches.parked import ParkedOperations, too_late
+from service.caches.parked import ParkedOperations, overdue_error
 from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import blame, clear
 from service.caches.states import COMPUTING, REPLAYING
@@ -260,7 +260,7 @@ class Attempts:
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)
         if isinstance(error, DeadlinePassed):
-            error = too_late(operation, self._context.now_s)
+            error = overdue_error(operation, self._context.now_s)
         return self.failed(operation, error)
 
     def _release_copy(self, operation: Operation, worker: WorkerView) -> None:

@@ -34,7 +34,7 @@ class ParkedOperations:
     """Owner of the parked operations.
 
     Attributes:
-        by_ticket: These.
+        by_ticket: The parked operations, by ticket.
         changed: Whether they have to be checked, since what they wait for may be there. Set by whoever
             learns that: a method call for each step of a worker would cost more.
         replaying: How many attempts replay each first segment, by worker.
@@ -64,12 +64,11 @@ class ParkedOperations:
                 operation.need = operation.preempted_for = None
                 yield operation
 
-    def too_long(self) -> list[tuple[Operation, QuireError]]:
-        """Those whose time is up, which stay, and why they have failed. The next `take_ready` checks all."""
-        self.changed = True
+    def expired(self) -> list[tuple[Operation, QuireError]]:
+        """Those whose time is up, which stay parked, and the error of each."""
         now_s = self._context.now_s
-        late = [one for one in self.by_ticket.values() if now_s >= self._park_until_s(one)]
-        return [(operation, self._parked_too_long(operation)) for operation in late]
+        overdue = [one for one in self.by_ticket.values() if now_s >= self._park_until_s(one)]
+        return [(operation, self._expiry_error(operation)) for operation in overdue]
 
     def _park_until_s(self, operation: Operation) -> float:
         until_s = operation.submitted_s + self._max_wait_s
@@ -78,12 +77,14 @@ class ParkedOperations:
         whole_s = operation.deadline_s - operation.submitted_s
         return min(until_s, operation.deadline_s - min(_REFUSE_EARLY_S, whole_s / 10))
 
-    def _parked_too_long(self, operation: Operation) -> QuireError:
+    def _expiry_error(self, operation: Operation) -> QuireError:
         if operation.need is Need.PAGES:
             return KvExhausted(operation.pages_needed, operation.pages_available)
         if operation.need is Need.WORKER:
             return NoWorker()
-        return too_late(operation, self._context.now_s) if operation.deadline_s is None else DeadlinePassed()
+        if operation.deadline_s is not None:
+            return DeadlinePassed()
+        return overdue_error(operation, self._context.now_s)
 
     def park(self, operation: Operation, need: Need) -> None:
         operation.state, operation.need = PARKED, need
@@ -207,7 +208,7 @@ def _take_one(counts: Counter[_Key], key: _Key) -> None:
         del counts[key]
 
 
-def too_late(operation: Operation, now_s: float) -> QuireError:
+def overdue_error(operation: Operation, now_s: float) -> QuireError:
     """The error of an operation that waited for too long."""
     if operation.deadline_s is not None and now_s >= operation.deadline_s:
         return DeadlinePassed()
