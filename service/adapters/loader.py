@@ -308,6 +308,6 @@ def _source(version: AdapterVersion) -> worker_pb2.AdapterSource:
         adapter=version.number,
         directory=version.directory,
         digest=version.digest,
-        # Of one that no id names nobody could end it.
+        # No call can unpin a version that no id names.
         pinned=version.pinned and not version.retired,
     )
