@@ -9,7 +9,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters
@@ -73,7 +72,7 @@ class Core:
             self.shard.workers(config.worker_slots),
             self.values,
             self.caches.weights.has_caches,
-            Path() if directory is None else directory.resolve() / DIRECTORY,
+            directory and directory.resolve() / DIRECTORY,
         )
         served = versions.serving.model
         if not config.has_remote_workers and is_gone(served, configured):

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import shutil
-import stat
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Container
@@ -17,6 +16,7 @@ from google.protobuf.message import Message
 
 from service.errors import InvalidArgument, MessageTimeout
 from service.temporary_directory import TemporaryDirectory
+from workers.common.regular_files import open_regular
 from workers.common.trusted import make_private
 
 # What uploads leave free on the disk, for the journal. A start below it warns.
@@ -58,6 +58,17 @@ class UploadDirectory:
                 if path.name not in names:
                     shutil.rmtree(path, ignore_errors=True)
 
+    def sync(self, name: str) -> None:
+        """Waits until an upload of this name outlives a crash of the system. Blocks. Raises OSError."""
+        if self._data_dir is None:
+            return
+        for path in (*(self.path / name).rglob("*"), self.path / name, self.path, self._data_dir):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
     def close(self) -> None:
         """Removes what must not outlive the gateway. Never raises."""
         if self._temporary is not None:
@@ -68,19 +79,6 @@ def require_room(directory: Path, size_bytes: int) -> None:
     """Raises OSError if the disk has not this much and RESERVE_BYTES: appends need the journal's disk."""
     if shutil.disk_usage(directory).free < size_bytes + RESERVE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def sync_tree(directory: Path) -> None:
-    """Waits until the disk has all that is in a directory, its entry, and that of the one above.
-
-    Blocks. Raises OSError.
-    """
-    for path in (*directory.rglob("*"), directory, *directory.parents[:2]):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class UploadedFile:
@@ -117,21 +115,17 @@ class UploadedFile:
         """Appends what a file has. Raises as `require_room`; InvalidArgument if it is none, or changes."""
         name = source.name
         try:
-            descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
+            file = open_regular(source)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else "the path is not valid"
             raise self._refusal(f"{name} cannot be read: {why}") from None
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            # `fdopen` would leave that of a directory open.
-            os.close(descriptor)
-            raise self._refusal(f"{name} is not a regular file")
-        with os.fdopen(descriptor, "rb") as file:
+        with file:
+            status = os.fstat(file.fileno())
             # A sparse file may be larger than the disk.
             self.require_room(status.st_size)
             while part := file.read(_PART_BYTES):
                 self.write(part)
-            now = os.fstat(descriptor)
+            now = os.fstat(file.fileno())
         # A part of the one content and a part of the other would be neither.
         if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
             changed = "has changed while it was copied: try again when no process writes to it"

@@ -27,7 +27,7 @@ from service.config import Config
 from service.errors import AdapterLimit, InvalidArgument, NoWorker, StorageUnavailable
 from service.logging import get_logger
 from service.pool.supervisor import Supervisor
-from service.uploads import Arriving, UploadedFile, sync_tree
+from service.uploads import Arriving, UploadedFile
 from workers.common import worker_pb2
 from workers.common.adapter_files import FILES, content_digest
 
@@ -104,7 +104,7 @@ class AdapterLoader:
             await self._remove_unused()
             number = self._adapters.next_number()
             await self._copy(first, arriving, number)
-            await complete(asyncio.to_thread(sync_tree, self._store.path(number)))
+            await complete(asyncio.to_thread(self._store.directory.sync, str(number)))
             digest = await complete(asyncio.to_thread(content_digest, self._store.path(number)))
             version = AdapterVersion(
                 number,
@@ -308,6 +308,6 @@ def _source(version: AdapterVersion) -> worker_pb2.AdapterSource:
         adapter=version.number,
         directory=version.directory,
         digest=version.digest,
-        # Of one that no id names nobody could end it.
+        # No call can unpin a version that no id names.
         pinned=version.pinned and not version.retired,
     )

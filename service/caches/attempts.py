@@ -9,16 +9,14 @@ whose attempts are over are returned, with what came of them in `done` or `error
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from service.caches.answers import CommandFailed, Event, ForwardDone
 from service.caches.effects import AbortForward, Context, ForkSequence, ReleaseSequences, TruncateSequence
 from service.caches.entries import Need, Operation, WorkerView
-from service.caches.parked import ParkedOperations, too_late
+from service.caches.parked import ParkedOperations, overdue_error
 from service.caches.placement import KvPlacement, Workers
-from service.caches.quarantine import blame, clear, must_be_alone
+from service.caches.quarantine import blame, clear
 from service.caches.states import COMPUTING, REPLAYING
 from service.caches.worker_load import End
 from service.errors import (
@@ -33,8 +31,6 @@ from service.errors import (
 
 # Retries of an operation after workers died or had lost its KV. Then it fails.
 _MOST_FAILURES = 8
-
-_Key = TypeVar("_Key")
 
 
 class Attempts:
@@ -54,7 +50,7 @@ class Attempts:
         self._max_wait_s = max_wait_s
         # The operations whose attempt a worker computes, by op id.
         self.running: dict[int, Operation] = {}
-        self.parked = parked
+        self._parked = parked
 
     def under_way(self, worker: WorkerView) -> Iterator[Operation]:
         return (o for o in self.running.values() if o.entry.worker is worker)
@@ -73,9 +69,9 @@ class Attempts:
             raise SequenceQuarantined
         worker = entry.worker
         if worker is None or worker.draining or entry.kv_len < base or entry.crash_score:
-            need = self.parked.place(operation)
+            need = self._parked.place(operation)
             if need is not None:
-                self.parked.park(operation, need)
+                self._parked.park(operation, need)
                 return
             worker = entry.worker
             assert worker is not None
@@ -85,7 +81,6 @@ class Attempts:
         kv_len = entry.kv_len
         if kv_len < base:
             # First what the worker does not have.
-            self.parked.replayed_tokens += base - kv_len
             missing = entry.state.tokens.between(kv_len, base)
             self._forward(operation, worker, missing, kv_len, rows=0, replays=True)
         else:
@@ -94,7 +89,7 @@ class Attempts:
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
         entry, op_id, worker = operation.entry, operation.op_id, operation.entry.worker
-        self.parked.remove(operation)
+        self._parked.remove(operation)
         if not op_id:
             return
         assert worker is not None
@@ -143,7 +138,7 @@ class Attempts:
         for worker, its in answered.items():
             worker.load.leave(its, self._context.now_s, End.ANSWERED)
             # A parked operation may have waited for one of these.
-            self.parked.changed = True
+            self._parked.changed = True
         # The load of a worker is without all of these when another attempt begins.
         for operation, answer in others:
             if self._is_over(operation, answer):
@@ -177,7 +172,7 @@ class Attempts:
             blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
             self._end_attempt(operation, worker, End.TAKEN_BACK)
-        self.parked.changed = True
+        self._parked.changed = True
         return under_way
 
     def interrupt(self, worker: WorkerView) -> list[Operation]:
@@ -236,12 +231,8 @@ class Attempts:
         operation.pages = pages = -(-tokens // worker.page_tokens)
         worker.pages_queued += pages
         self.running[operation.op_id] = operation
-        if replays:
-            operation.first_segment = segment = entry.state.tokens.segments[0]
-            self.parked.replaying[worker, segment] += 1
-        if entry.crash_score and must_be_alone(entry):
-            operation.is_suspect = True
-            self.parked.suspects[worker] += 1
+        if replays or entry.crash_score:
+            self._parked.began(operation, worker)
         context.effects.commands.append((worker.worker_id, worker.epoch, operation))
 
     def _end_attempt(self, operation: Operation, worker: WorkerView, end: End) -> bool:
@@ -251,14 +242,7 @@ class Attempts:
         operation.op_id = 0
         worker.load.leave((operation,), self._context.now_s, end)
         worker.pages_queued -= operation.pages
-        if operation.first_segment is not None:
-            _take_one(self.parked.replaying, (worker, operation.first_segment))
-            operation.first_segment = None
-        if operation.is_suspect:
-            _take_one(self.parked.suspects, worker)
-            operation.is_suspect = False
-        # A parked operation may have waited for this.
-        self.parked.changed = True
+        self._parked.ended(operation, worker)
         return was_sent
 
     def _end_of(self, operation: Operation) -> End:
@@ -276,7 +260,7 @@ class Attempts:
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)
         if isinstance(error, DeadlinePassed):
-            error = too_late(operation, self._context.now_s)
+            error = overdue_error(operation, self._context.now_s)
         return self.failed(operation, error)
 
     def _release_copy(self, operation: Operation, worker: WorkerView) -> None:
@@ -289,7 +273,7 @@ class Attempts:
         operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
         worker.pages_available = error.pages_available
         missing = max(1, error.pages_needed - error.pages_available)
-        if self.parked.preempt(worker, missing, operation):
+        if self._parked.preempt(worker, missing, operation):
             return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
         others = [w for w in self._workers.preferred(worker.weights) if w is not worker]
@@ -297,8 +281,9 @@ class Attempts:
             operation.failures += 1
             self._kv.drop(entry)
             return self.begin_again(operation)
-        if self.parked.can_others_free_pages(worker):
-            self.parked.park(operation, Need.PAGES)
+        if len(worker.held) > 1:
+            # Other caches may free their pages later.
+            self._parked.park(operation, Need.PAGES)
             return False
         # Pages were freed meanwhile, or it needs more than the worker has.
         return self.try_again(operation, error)
@@ -311,13 +296,6 @@ class Attempts:
             # Also a bug must not block the cache for ever.
             return self.failed(operation, failure_of(error))
         return False
-
-
-def _take_one(counts: Counter[_Key], key: _Key) -> None:
-    """Subtracts one, and deletes the entry at zero."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
 
 
 def failure_of(error: Exception) -> QuireError:

@@ -53,7 +53,7 @@ class Operation(Forward):
     """A request in the state machine, and all that is known of it until it ends.
 
     It may be computed in several attempts. Each is one forward, which the operation describes while a worker
-    computes it: `base` to `is_suspect`, and the fields of `Forward`.
+    computes it: `base` to `pages`, and the fields of `Forward`.
     """
 
     request: Request
@@ -93,10 +93,6 @@ class Operation(Forward):
     timeout_s: float = 0.0
     # Counted in the worker's pages_queued.
     pages: int = 0
-    # The first segment of the cache that it replays. Caches that share it wait for its pages.
-    first_segment: Segment | None = None
-    # Workers died while they computed this cache. Other such caches wait for its end.
-    is_suspect: bool = False
     # Of the last worker that had too few: how many pages it needs, and how many were free.
     pages_needed: int = 0
     pages_available: int = 0
@@ -112,6 +108,10 @@ class Operation(Forward):
     # which the KV of its cache was dropped.
     need: Need | None = None
     preempted_for: Operation | None = None
+    # The first segment of the cache that it replays. Caches that share it wait for its pages.
+    first_segment: Segment | None = None
+    # Workers died while they computed this cache. Other such caches wait for its end.
+    is_suspect: bool = False
 
     # Written by append.py: with which weights it was computed.
     weights: int = 0

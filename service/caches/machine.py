@@ -268,7 +268,9 @@ class CacheMachine(OperationQueues):
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        for operation, error in self._parked.too_long():
+        # The others are checked, too: more may be replayed as time passes.
+        self._parked.changed = True
+        for operation, error in self._parked.expired():
             self._attempts.failed(operation, error)
             self._computed((operation,))
 

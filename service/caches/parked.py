@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeVar
 
 from service.caches.effects import Context
 from service.caches.entries import Need, Operation, WorkerView
 from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import must_be_alone
 from service.caches.segments import Segment
-from service.caches.states import PARKED
+from service.caches.states import PARKED, REPLAYING
 from service.caches.worker_load import retry_after_s
 from service.errors import DeadlinePassed, KvExhausted, NoWorker, Overloaded, QuireError
 
@@ -26,17 +27,18 @@ _MOMENT_S = 0.02
 # A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
 _REFUSE_EARLY_S = 0.1
 
+_Key = TypeVar("_Key")
+
 
 class ParkedOperations:
     """Owner of the parked operations.
 
     Attributes:
-        by_ticket: These.
-        changed: Whether they have to be checked, since what they wait for may be there.
+        by_ticket: The parked operations, by ticket.
+        changed: Whether they have to be checked, since what they wait for may be there. Set by whoever
+            learns that: a method call for each step of a worker would cost more.
         replaying: How many attempts replay each first segment, by worker.
         suspects: How many attempts compute a suspect, by worker.
-        replayed_tokens: The tokens to replay that were sent in the current moment. These three are written
-            by attempts.py.
     """
 
     def __init__(self, context: Context, workers: Workers, kv: KvPlacement, max_wait_s: float) -> None:
@@ -48,9 +50,8 @@ class ParkedOperations:
         self.changed = False
         self.replaying: Counter[tuple[WorkerView, Segment]] = Counter()
         self.suspects: Counter[WorkerView] = Counter()
-        self.replayed_tokens = 0
-        # The begin of the current moment.
-        self._replays_since_s = -math.inf
+        # The begin of the current moment, and the tokens to replay that were sent since then.
+        self._replays_since_s, self._replayed_tokens = -math.inf, 0
 
     def take_ready(self) -> Iterator[Operation]:
         """Takes out those that may be able to run, the oldest first."""
@@ -63,12 +64,11 @@ class ParkedOperations:
                 operation.need = operation.preempted_for = None
                 yield operation
 
-    def too_long(self) -> list[tuple[Operation, QuireError]]:
-        """Those whose time is up, which stay, and why they have failed. The next `take_ready` checks all."""
-        self.changed = True
+    def expired(self) -> list[tuple[Operation, QuireError]]:
+        """Those whose time is up, which stay parked, and the error of each."""
         now_s = self._context.now_s
-        late = [one for one in self.by_ticket.values() if now_s >= self._park_until_s(one)]
-        return [(operation, self._parked_too_long(operation)) for operation in late]
+        overdue = [one for one in self.by_ticket.values() if now_s >= self._park_until_s(one)]
+        return [(operation, self._expiry_error(operation)) for operation in overdue]
 
     def _park_until_s(self, operation: Operation) -> float:
         until_s = operation.submitted_s + self._max_wait_s
@@ -77,12 +77,14 @@ class ParkedOperations:
         whole_s = operation.deadline_s - operation.submitted_s
         return min(until_s, operation.deadline_s - min(_REFUSE_EARLY_S, whole_s / 10))
 
-    def _parked_too_long(self, operation: Operation) -> QuireError:
+    def _expiry_error(self, operation: Operation) -> QuireError:
         if operation.need is Need.PAGES:
             return KvExhausted(operation.pages_needed, operation.pages_available)
         if operation.need is Need.WORKER:
             return NoWorker()
-        return too_late(operation, self._context.now_s) if operation.deadline_s is None else DeadlinePassed()
+        if operation.deadline_s is not None:
+            return DeadlinePassed()
+        return overdue_error(operation, self._context.now_s)
 
     def park(self, operation: Operation, need: Need) -> None:
         operation.state, operation.need = PARKED, need
@@ -110,6 +112,27 @@ class ParkedOperations:
             return Need.SHARED_PREFIX
         return None
 
+    def began(self, operation: Operation, worker: WorkerView) -> None:
+        """An attempt began that others may have to wait for: a replay, or that of a suspect."""
+        entry = operation.entry
+        if operation.state is REPLAYING:
+            self._replayed_tokens += len(operation.token_ids)
+            operation.first_segment = segment = entry.state.tokens.segments[0]
+            self.replaying[worker, segment] += 1
+        if entry.crash_score and must_be_alone(entry):
+            operation.is_suspect = True
+            self.suspects[worker] += 1
+
+    def ended(self, operation: Operation, worker: WorkerView) -> None:
+        """An attempt ended, for which parked operations may have waited."""
+        if operation.first_segment is not None:
+            _take_one(self.replaying, (worker, operation.first_segment))
+            operation.first_segment = None
+        if operation.is_suspect:
+            _take_one(self.suspects, worker)
+            operation.is_suspect = False
+        self.changed = True
+
     def _assign(self, operation: Operation) -> WorkerView | None:
         """Assigns the cache to a worker that takes new attempts, if there is one."""
         entry, state, append = operation.entry, operation.entry.state, operation.append
@@ -126,8 +149,8 @@ class ParkedOperations:
 
     def _may_replay(self) -> bool:
         if self._context.now_s - self._replays_since_s >= _MOMENT_S:
-            self._replays_since_s, self.replayed_tokens = self._context.now_s, 0
-        return self.replayed_tokens < _REPLAYED_AT_ONCE
+            self._replays_since_s, self._replayed_tokens = self._context.now_s, 0
+        return self._replayed_tokens < _REPLAYED_AT_ONCE
 
     def _is_prefix_replayed(self, operation: Operation) -> bool:
         """Whether its worker is replaying a cache with a common prefix."""
@@ -163,8 +186,8 @@ class ParkedOperations:
             missing = (operation.pages_needed if worker is own else whole) - worker.headroom
             if missing <= 0 or self.preempt(worker, missing, operation):
                 return True
-            if worker is own and not self.can_others_free_pages(worker):
-                # The worker decides whether it fits.
+            if worker is own and len(worker.held) <= 1:
+                # No other cache can free pages later: the worker decides whether it fits.
                 return True
             full.add(worker)
         return False
@@ -177,12 +200,15 @@ class ParkedOperations:
                 entry.running.preempted_for = operation
         return bool(evicted)
 
-    def can_others_free_pages(self, worker: WorkerView) -> bool:
-        """Whether other caches than the one in need have pages on its worker, which they may free later."""
-        return len(worker.held) > 1
+
+def _take_one(counts: Counter[_Key], key: _Key) -> None:
+    """Subtracts one, and deletes the entry at zero."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
-def too_late(operation: Operation, now_s: float) -> QuireError:
+def overdue_error(operation: Operation, now_s: float) -> QuireError:
     """The error of an operation that waited for too long."""
     if operation.deadline_s is not None and now_s >= operation.deadline_s:
         return DeadlinePassed()

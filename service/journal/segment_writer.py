@@ -211,7 +211,7 @@ class Segments:
         os.fsync(self._end_fd)
 
     def prepare(self) -> None:
-        """Makes the next segment, so that `switch` does not need the system. Raises OSError."""
+        """Makes the next segment, so that `switch` makes no system call. Raises OSError."""
         if self._next is None:
             self._next = self._new_segment(self._segment.number + 1)
 

@@ -29,6 +29,7 @@ from typing import BinaryIO, Final, Literal, NamedTuple
 from service.journal.base import JournalUnusable
 from service.journal.encoding import DamagedFrame, Frame, checksum, read_frames, seed_of
 from service.journal.recovery import Unrecoverable
+from workers.common.regular_files import open_regular
 
 # What durable records survive: a crash of the gateway, or ("full") also of the system.
 Sync = Literal["normal", "full"]
@@ -127,7 +128,7 @@ def read_end(directory: Path) -> End:
     """
     path = directory / END
     try:
-        with _opened(path) as file:
+        with open_regular(path) as file:
             data = file.read()
     except FileNotFoundError:
         if not segment_numbers(directory):
@@ -155,7 +156,7 @@ def replay(directory: Path, end: End, must_exist: int, on_frame: Callable[[Frame
     for number in range(first, max(numbers, default=first) + 1):
         path = segment_path(directory, number)
         try:
-            with _opened(path) as file:
+            with open_regular(path) as file:
                 found = _read_segment(file, number, found, on_frame)
         except (Unrecoverable, FileNotFoundError) as error:
             missing = isinstance(error, FileNotFoundError)
@@ -193,11 +194,6 @@ def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable
         damage = str(error)
     next_number = next_number or 1
     return Found(end, number, good_end, first or next_number, next_number, damage)
-
-
-def _opened(path: Path) -> BinaryIO:
-    """For reading. A pipe in place of a file is empty, instead of waiting for a writer. Raises OSError."""
-    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def _checked(header: bytes, number: int, end: End) -> End:

@@ -24,7 +24,7 @@ from workers.common import worker_pb2
 _log = get_logger(__name__)
 _NAME = "weights"
 # What the stored name of weights of an upload begins with; then its path among the uploads.
-_UPLOAD = "upload:"
+_AMONG_UPLOADS = "weight-uploads:"
 
 
 @dataclass(slots=True, eq=False)
@@ -73,13 +73,13 @@ class ModelVersions:
         workers: int | range,
         values: StoredValues | None = None,
         has_caches: Callable[[int], bool] = lambda _: False,
-        uploads: Path = Path(),
+        uploads: Path | None = None,
     ) -> None:
         """Restores the version that the previous gateway served. `configured`: the model of the settings.
 
         `workers`: their number, or their indexes among the workers of all gateways of this server.
         `values` has that version. `has_caches`: whether a version has any. `uploads`: the directory of
-        uploaded weights.
+        uploaded weights; None: none outlives the gateway.
         """
         self._configured = configured
         self._uploads = uploads
@@ -223,11 +223,14 @@ class ModelVersions:
 
     def _name_of(self, model: str) -> str:
         """What is stored of a model: a place among the uploads, which are moved with the data directory."""
-        inside = f"{self._uploads}/"
-        return _UPLOAD + model.removeprefix(inside) if model.startswith(inside) else model
+        if self._uploads is None or not Path(model).is_relative_to(self._uploads):
+            return model
+        return f"{_AMONG_UPLOADS}{Path(model).relative_to(self._uploads)}"
 
     def _path_of(self, name: str) -> str:
-        return f"{self._uploads}/{name.removeprefix(_UPLOAD)}" if name.startswith(_UPLOAD) else name
+        if self._uploads is None or not name.startswith(_AMONG_UPLOADS):
+            return name
+        return str(self._uploads / name.removeprefix(_AMONG_UPLOADS))
 
 
 def is_gone(served: str, configured: str) -> bool:

@@ -30,7 +30,7 @@ from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, StorageUnavailable
 from service.logging import get_logger
 from service.pool.model_versions import ModelVersions
-from service.uploads import Arriving, UploadDirectory, UploadedFile, require_room, sync_tree
+from service.uploads import Arriving, UploadDirectory, UploadedFile, require_room
 from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
@@ -136,7 +136,7 @@ class WeightUploads:
             with self._using(PREFIX + self._id_of(str(served))):
                 left_bytes = await complete(asyncio.to_thread(_copy_settings, served, directory))
             yield Upload(PREFIX + upload_id, directory, left_bytes)
-            await complete(asyncio.to_thread(sync_tree, parent))
+            await complete(asyncio.to_thread(self.directory.sync, upload_id))
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, parent, ignore_errors=True))
             if isinstance(error, OSError):

@@ -120,6 +120,29 @@ async def test_a_gateway_begins_with_a_shard_that_can_be_opened(postgres: Postgr
     await end(second, SHARDS - 1)
 
 
+async def test_a_gateway_for_which_only_a_damaged_shard_is_free_ends(postgres: PostgresServer) -> None:
+    """Before, it waited for ever: the other gateway gives nothing back while a shard is free."""
+    first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
+
+    async def open_first(shard: Shard, lease: Lease, leases: Leases) -> Core:
+        if shard.index == SHARDS - 1:
+            raise JournalUnusable("it is damaged")
+        return await Gateway.open(first, shard, lease, leases)
+
+    async def refused(shard: Shard, _lease: Lease, _leases: Leases) -> int:
+        raise JournalUnusable(f"{shard.index} is damaged")
+
+    first.open = open_first  # type: ignore[method-assign]
+    running = asyncio.create_task(first.run())
+    await until(lambda: len(first.shards) == SHARDS - 1)
+    async with asyncio.timeout(60):
+        with pytest.raises(JournalUnusable, match=f"{SHARDS - 1} is damaged"):
+            await second.keeper.join(refused)
+    joined = asyncio.create_task(second.keeper.run(second.open))
+    await until(lambda: SHARDS - 1 in second.shards)
+    await ended(running, joined)
+
+
 async def test_a_shard_that_was_acquired_without_an_answer_is_served(postgres: PostgresServer) -> None:
     """Before, nobody served it until its lease had expired."""
     gateway = Gateway(postgres, "first")

@@ -40,7 +40,7 @@ class Server:
 
     def __init__(self, data_dir: Path | None, configured: Path, values: StoredValues | None = None) -> None:
         self.values = StoredValues() if values is None else values
-        uploads = Path() if data_dir is None else data_dir / DIRECTORY
+        uploads = data_dir and data_dir / DIRECTORY
         self.versions = ModelVersions(str(configured), 1, self.values, uploads=uploads)
         self.uploads = WeightUploads(data_dir, self.versions, Config())
         self.new_threads()
@@ -211,6 +211,20 @@ def test_without_a_temporary_directory_there_is_no_adapter_to_discard(
     """Else a load is answered with an unknown error, instead of that of the disk."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     AdapterStore(None, 1, StoredValues()).discard(1)
+
+
+async def test_what_outlives_nothing_does_not_wait_for_the_disk(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, uploads failed if the system's temporary directory cannot be read, and so not synced."""
+
+    def unreadable(_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "fsync", unreadable)
+    server = Server(None, model)
+    assert (server.find(await server.upload()) / MODEL).read_bytes() == DATA
+    server.uploads.directory.close()
 
 
 def load(server: Server, source: str, error: QuireError) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from service.caches.attempts import Attempts
 from service.caches.cache_index import CacheIndex
 from service.caches.entries import ALL_KV, CacheEntry, Operation, WorkerView
 from service.caches.keyed_answers import Kind
+from service.caches.kind import Parts
 from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
 from service.caches.worker_load import WorkerLoad
@@ -36,7 +36,7 @@ def check_invariants(machine: CacheMachine) -> None:
     _check_operations(machine, operations)
     _check_counts(machine, operations, entries)
     _check_placement(machine, entries)
-    queued = _check_attempts(machine._attempts, operations)
+    queued = _check_attempts(machine.parts, operations)
     for worker in machine._workers:
         its = queued.get(worker, ())
         assert worker.pages_queued == sum([operation.pages for operation in its])
@@ -118,17 +118,16 @@ def _check_placement(machine: CacheMachine, entries: Mapping[int, CacheEntry]) -
     assert placed == sum([len(worker.held) for worker in machine._workers])
 
 
-def _check_attempts(
-    attempts: Attempts, operations: Mapping[int, Operation]
-) -> dict[WorkerView, list[Operation]]:
+def _check_attempts(parts: Parts, operations: Mapping[int, Operation]) -> dict[WorkerView, list[Operation]]:
     """Returns what each worker computes."""
+    attempts, parked = parts.attempts, parts.parked
     queued: dict[WorkerView, list[Operation]] = {}
     suspects, replayed = Counter[object](), Counter[object]()
     num_parked = num_running = 0
     for ticket, operation in operations.items():
         phase, op_id = phase_of(operation), operation.op_id
         is_parked = phase == "parked"
-        assert is_parked is (ticket in attempts.parked.by_ticket) is (operation.need is not None)
+        assert is_parked is (ticket in parked.by_ticket) is (operation.need is not None)
         num_parked += is_parked
         if not op_id:
             continue
@@ -140,8 +139,8 @@ def _check_attempts(
         suspects[worker] += operation.is_suspect
         if operation.first_segment is not None:
             replayed[worker, operation.first_segment] += 1
-    assert (len(attempts.running), len(attempts.parked.by_ticket)) == (num_running, num_parked)
-    assert attempts.parked.suspects == suspects and attempts.parked.replaying == replayed
+    assert (len(attempts.running), len(parked.by_ticket)) == (num_running, num_parked)
+    assert parked.suspects == suspects and parked.replaying == replayed
     assert max(suspects.values(), default=0) <= 1, "a worker computes one suspect at a time"
     return queued
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import stat
 from pathlib import Path
 from typing import Final
+
+from workers.common.regular_files import open_regular
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PART_BYTES: Final = 1 << 20
@@ -18,15 +18,8 @@ def content_digest(directory: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in FILES:
         path = directory / name
-        # O_NONBLOCK: opening a named pipe must not block.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            # `fdopen` would leave that of a directory open.
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        with os.fdopen(descriptor, "rb") as file:
-            digest.update(f"{name} {status.st_size}\n".encode())
+        with open_regular(path) as file:
+            digest.update(f"{name} {os.fstat(file.fileno()).st_size}\n".encode())
             while part := file.read(_PART_BYTES):
                 digest.update(part)
     return digest.hexdigest()

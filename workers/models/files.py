@@ -10,12 +10,12 @@ import fnmatch
 import json
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
+from workers.common import regular_files
 from workers.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -76,16 +76,11 @@ def open_regular(file: Path) -> BufferedReader:
         ModelError: It cannot be opened, or is a directory, FIFO, socket or device.
     """
     try:
-        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        return regular_files.open_regular(file)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # an invalid name, such as one with a NUL byte
         raise ModelError(f"{file}: cannot be read: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ModelError(f"{file}: is not a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def file_version(status: os.stat_result) -> FileVersion:

@@ -75,7 +75,7 @@ class Keeper:
     async def join(self, open_home: Callable[[Shard, Lease, Leases], Awaitable[_Opened]]) -> _Opened:
         """Waits for a first shard that can be opened, and opens it.
 
-        Raises DatabaseFailed or ConfigError; and JournalUnusable if no shard of all can be opened.
+        Raises DatabaseFailed or ConfigError; and JournalUnusable if none that it may take can be opened.
         """
         await self._table.prepare()
         count = await self._lookups.create(self._shards)
@@ -83,10 +83,12 @@ class Keeper:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "", self._shards, allowed)
         self._own_lease = await self._take_own_lease()
-        waits, damaged = False, set[int]()
+        waits = False
         while True:
             self._on_owners(await self._leases.owners())
-            for shard in decide(self._owners, self.owner).take:
+            take = decide(self._owners, self.owner).take
+            damaged = 0
+            for shard in take:
                 lease = await self._leases.acquire(shard)
                 try:
                     if lease is not None:
@@ -94,14 +96,15 @@ class Keeper:
                         self._home = shard
                         return opened
                 except JournalUnusable as error:
-                    damaged.add(shard)
-                    if len(damaged) == count:
+                    damaged += 1
+                    if damaged == len(take):
+                        # These stay free, and while any is free, the others give none back.
                         raise
                     _log.error("a shard cannot be opened", shard=shard, error=str(error))
             if not waits:
                 waits = True
-                _log.info("waiting for a shard: others have all of them that can be opened")
-            await asyncio.sleep(_FAILED_S if damaged else WATCH_S)
+                _log.info("waiting for a shard: others have those that this gateway could begin with")
+            await asyncio.sleep(WATCH_S)
             await self._renew_own_lease()
 
     async def _take_own_lease(self) -> Lease:

@@ -230,10 +230,10 @@ class QuireCollector(Collector):
 
 def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
     """How many appends fit into the next steps of their workers, short ones first; and the rest."""
-    config, machines = parts.state.config, [one.caches.parts.attempts for one in parts.shards()]
+    config, machines = parts.state.config, [one.caches for one in parts.shards()]
     sizes: defaultdict[object, list[int]] = defaultdict(list)
-    for shard, attempts in enumerate(machines):
-        for operation in attempts.running.values():
+    for shard, machine in enumerate(machines):
+        for operation in machine.parts.attempts.running.values():
             sizes[shard, operation.entry.worker].append(len(operation.token_ids))
     running = 0
     ready = [slot.ready for slot in parts.slots() if slot.ready is not None]
@@ -243,7 +243,7 @@ def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
         for tokens in sorted(of_worker)[: config.max_batch_items]:
             running += left > 0
             left -= tokens
-    return running, sum(len(each.running) + len(each.parked.by_ticket) for each in machines) - running
+    return running, sum(len(each.parts.attempts.running) + each.num_parked for each in machines) - running
 
 
 def _gauge(name: str, text: str, value: Any, *labels: str) -> Metric:
