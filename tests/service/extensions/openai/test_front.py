@@ -552,9 +552,13 @@ async def test_the_settings_of_prompts_count_for_each_until_the_response() -> No
         bodies = served.state.budgets.bodies
         assert len((await client.completions.create(**settings)).choices) == 100
         assert held_bytes[0] > 99 * 500
+        await until(lambda: bodies.used == 0)
         with bodies.held(180_000), pytest.raises(openai.RateLimitError, match="arriv"):
             await client.completions.create(**settings)
         await until(lambda: bodies.used == 0)
+        # More than the limit, with the body: such a request is admitted if it is the only one.
+        settings |= {"prompt": ["a"] * 300, "extra_body": {"guided_regex": "a" * 800}}
+        assert len((await client.completions.create(**settings)).choices) == 300
 
 
 async def test_who_is_refused_while_it_still_sends_gets_the_response() -> None:
