@@ -160,9 +160,8 @@ export class QuireClient extends Caller implements AsyncDisposable {
 
   /** The text that the server generates for a prompt: a text, token ids, or messages. `execute` has more. */
   async generate(prompt: Prompt, settings: ExecuteSettings & TextSettings = {}): Promise<string> {
-    const execution = this.execute(prompt, settings);
-    if (execution.numSamples > 1) throw new TypeError("generate returns one text; for several: execute(...).texts()");
-    return (await execution.texts()).join("");
+    if ((settings.n ?? 1) > 1) throw new TypeError("generate returns one text; for several: execute(...).texts()");
+    return (await this.execute(prompt, settings).texts()).join("");
   }
 
   /** Ends a kept execution (`keepMs`), also of another client. Returns whether there was one. */

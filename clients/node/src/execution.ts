@@ -62,8 +62,6 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
   started: ExecutionStarted | undefined;
   /** The key to resume or cancel it with. */
   readonly requestId: string;
-  /** How many texts there will be, of all items. */
-  readonly numSamples: number;
   readonly #request: ExecuteRequest;
   readonly #settings: ExecutionOptions;
   // How long the server keeps it, and this client tries to resume it. 0: not.
@@ -78,7 +76,6 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
   /** Created by `QuireClient.execute`. Mutates the request, which has a requestId, when it resumes. */
   constructor(request: ExecuteRequest, settings: ExecutionOptions, begin: Begin, cancelKept: CancelKept) {
     this.requestId = request.requestId;
-    this.numSamples = request.items.reduce((sum, { n }) => sum + Math.max(1, n), 0);
     this.#request = request;
     this.#settings = settings;
     this.#keepMs = msOf(request.keep) ?? 0;

@@ -164,6 +164,14 @@ def items_of(
     return [item(asked, **settings)]  # type: ignore[arg-type]
 
 
+def require_one_text(prompt: Prompt, n: int | None) -> None:
+    """Raises TypeError for several prompts or samples, of which `items_of` makes several texts."""
+    parts = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
+    are_prompts = len(parts) > 1 and isinstance(parts[0], Sequence | runner_pb2.CachePrompt)
+    if are_prompts or (n or 1) > 1:
+        raise TypeError("generate returns one text; for several: execute(...).texts()")
+
+
 def embed_inputs(given: Sequence[str] | Sequence[Sequence[int]]) -> Iterator[runner_pb2.EmbedInput]:
     """The inputs of Embed: texts, or lists of token ids. Raises TypeError or ValueError."""
     if isinstance(given, str):

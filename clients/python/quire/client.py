@@ -25,7 +25,7 @@ from quire._connection import (
 )
 from quire._enums import Cause, Policy, Priority, number_of
 from quire._gateways import Answer, Gateways, targets_of
-from quire._items import Prompt, TextSettings, embed_inputs, items_of
+from quire._items import Prompt, TextSettings, embed_inputs, items_of, require_one_text
 from quire._methods import Method
 from quire._proxies import proxy_of
 from quire._uploads import AdapterFiles, Upload, WeightFiles, adapter_requests, weight_requests
@@ -232,10 +232,8 @@ class Client(Caller):
         `execute` has more: texts as they are generated, several prompts or samples, log-probabilities.
         Raises QuireError, and the errors of `quire.item`.
         """
-        items = items_of(prompt, settings)
-        if len(items) > 1 or items[0].n > 1:
-            raise TypeError("generate returns one text; for several: execute(...).texts()")
-        execution = self.execute(items, timeout_s=timeout_s, priority=priority)
+        require_one_text(prompt, settings.get("n"))
+        execution = self.execute(prompt, timeout_s=timeout_s, priority=priority, **settings)
         with execution:
             return "".join(execution.texts())
 
