@@ -55,6 +55,15 @@ class QuireError(Exception):
             self.metadata["index"] = str(index)
         return self
 
+    def at(self, field: str) -> QuireError:
+        """The same failure of a field with this path, as the caller knows it. Itself if it names none."""
+        if not (own := self.metadata.get("field")):
+            return self
+        text, metadata = self.message.replace(own, field, 1), {**self.metadata, "field": field}
+        error = QuireError(text, retry_after_s=self.retry_after_s, **metadata)
+        error.code, error.reason = self.code, self.reason
+        return error
+
     def without_traceback(self) -> Self:
         """Drops the traceback of an error that is stored or sent. Returns itself.
 
@@ -74,7 +83,6 @@ class InvalidArgument(QuireError, code="INVALID_ARGUMENT"):
         self.field = field
 
     def at(self, field: str) -> InvalidArgument:
-        """The same failure of a field with this path, as the caller knows it."""
         return InvalidArgument(self.reason, field, self.message)
 
     def nested_in(self, prefix: str) -> InvalidArgument:
@@ -200,7 +208,6 @@ class SequenceTooLong(QuireError, code="OUT_OF_RANGE", reason="SEQUENCE_TOO_LONG
             self.metadata["field"] = field
 
     def at(self, field: str) -> SequenceTooLong:
-        """As `InvalidArgument.at`."""
         return SequenceTooLong(self.wanted, self.limit, field)
 
 

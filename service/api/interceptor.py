@@ -35,6 +35,7 @@ _PREFIX = "/quire.v1."
 # The longest method name in the log. An unauthenticated caller may send any name.
 _MAX_LOGGED_CHARS = 64
 REQUEST_ID_METADATA = "x-request-id"
+# gRPC cancels within milliseconds. If it takes longer, the log calls the call failed, and not cancelled.
 _LEAVING_S = 1.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

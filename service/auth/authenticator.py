@@ -7,10 +7,9 @@ tenant. Health checks need none: load balancers have no tokens, and the answer i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -53,21 +52,6 @@ def current_tenant_name() -> str:
     """The name of the current tenant, empty without authentication."""
     tenant = _current_tenant.get()
     return "" if tenant is None else tenant.name
-
-
-@contextlib.contextmanager
-def counted(requests: int = 1, *, are_made: bool = False) -> Iterator[None]:
-    """Counts work for requests of the current tenant, before it is done. Raises QuotaExceeded.
-
-    are_made: at its end they are made, and count by themselves from then on. See `Unseen`.
-    """
-    if (tenant := current_tenant()) is None:
-        yield
-        return
-    with tenant.admit_unseen(time.monotonic(), requests) as unseen:
-        yield
-        if are_made:
-            unseen.made(requests, time.monotonic())
 
 
 def _required_roles(method: str) -> Sequence[Role]:

@@ -8,7 +8,9 @@ Not here: the limits of the server, of which a tenant has a share (`budgets.py`)
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -106,6 +108,12 @@ class Tenant:
         self.admit(now_s, requests)
         return Unseen(self, requests)
 
+    def require_at_once(self, requests: int) -> None:
+        """Raises QuotaExceeded for more than a second's worth: waiting does not help, so it has no delay."""
+        per_s = self.quota.max_per_s
+        if per_s is not None and requests > max(per_s, 1.0):
+            raise QuotaExceeded("max_per_s", per_s)
+
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
         """Raises QuotaExceeded if it would hold too much. Only a release helps: there is no retry delay."""
         quota = self.quota
@@ -170,3 +178,22 @@ class Unseen:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+@contextlib.contextmanager
+def counted(
+    tenant: Tenant | None, now_s: Callable[[], float], requests: int = 1, *, give_back: bool = False
+) -> Iterator[None]:
+    """Counts work for requests of the tenant, before it is done. Raises QuotaExceeded.
+
+    give_back: when the work is done, the requests are made at once, and count by themselves from then on.
+    """
+    if tenant is None:
+        yield
+        return
+    if give_back:
+        tenant.require_at_once(requests)
+    with tenant.admit_unseen(now_s(), requests) as unseen:
+        yield
+        if give_back:
+            unseen.made(requests, now_s())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +19,8 @@ from service.api import validation
 from service.api.server_state import ServerState
 from service.api.status import from_status
 from service.api.time_slice import TimeSlice
-from service.auth.authenticator import counted
+from service.auth.authenticator import current_tenant
+from service.caches.tenants import counted
 from service.errors import InvalidArgument, QuireError, SequenceTooLong, Unsupported
 from service.text.text_model import TextModel
 
@@ -60,7 +62,7 @@ class Embedder:
         validation.check_response_size(size_bytes, limits, "inputs")
         # In messages, where a token takes 4 bytes; in a list it takes 36.
         items, lengths, time_slice = list[executor_pb2.ForwardRequest](), list[int](), TimeSlice()
-        with counted(len(request.inputs), are_made=True):
+        with counted(current_tenant(), time.monotonic, len(request.inputs), give_back=True):
             for index in range(len(request.inputs)):
                 token_ids = await self._tokens(request, index)
                 items.append(_item(request, token_ids, pooling))

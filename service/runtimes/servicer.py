@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,7 +16,8 @@ from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.api.session import write_in_time
 from service.api.status import to_status
-from service.auth.authenticator import counted, current_tenant
+from service.auth.authenticator import current_tenant
+from service.caches.tenants import counted
 from service.errors import QuireError
 from service.logging import current_request_id
 from service.runtimes.base import Runtime
@@ -87,7 +89,7 @@ class RunnerApi:
         self.executions.check_items(request.items)
         wanted = [self.router.named(request.runtime)] if request.runtime else self.router.runtimes
         # It prepares the items, which costs as much as to run the shortest ones.
-        with counted(len(request.items)):
+        with counted(current_tenant(), time.monotonic, len(request.items)):
             return await self._estimate(request.items, wanted)
 
     async def _estimate(

@@ -43,14 +43,14 @@ class BodyReader:
 
         Raises InvalidArgument, MessageTimeout or ArrivingFull.
         """
-        async with self.read_with(request, lambda _: b"") as (value, _):
+        async with self.read_with(request, lambda _: b"") as (value, _, _):
             yield value
 
     @contextlib.asynccontextmanager
     async def read_with(
         self, request: Request, kept: Callable[[object], bytes]
-    ) -> AsyncIterator[tuple[Any, Any]]:
-        """As `read`, and what the request goes on from without sending it: what it is of `kept`, parsed.
+    ) -> AsyncIterator[tuple[Any, Any, Body]]:
+        """As `read`, with what the request goes on from without sending it (`kept`, parsed), and the body.
 
         `kept` returns JSON, whose bytes count with those of the body, or nothing. Raises what it raises.
         """
@@ -74,10 +74,9 @@ class BodyReader:
             # Taken from the list, so that only the caller decides how long it is there.
             parsed = [await self.parse(body.data, tenant)]
             data = kept(parsed[0])
-            held.take(len(data), own=body.size_bytes)
-            body.size_bytes += len(data)
+            body.hold(len(data))
             parsed.append(await self.parse(bytearray(data), tenant) if data else None)
-            yield parsed.pop(0), parsed.pop()
+            yield parsed.pop(0), parsed.pop(), body
         finally:
             body.held.give_back(body.size_bytes)
 
@@ -88,10 +87,9 @@ class BodyReader:
             most = f"a request may have at most {self.max_body_bytes} bytes"
             return InvalidArgument("REQUEST_TOO_LARGE", "", most)
         try:
-            body.held.take(more_bytes, own=body.size_bytes)
+            body.hold(more_bytes)
         except ArrivingFull as error:
             return error.without_traceback()
-        body.size_bytes = size_bytes
         return None
 
     async def parse(self, data: bytearray, tenant: str = "") -> Any:
@@ -120,6 +118,11 @@ class Body:
         self.data = bytearray()
         # Counted bytes.
         self.size_bytes = 0
+
+    def hold(self, more_bytes: int) -> None:
+        """Counts more bytes until the request is answered. Raises ArrivingFull."""
+        self.held.take(more_bytes, own=self.size_bytes)
+        self.size_bytes += more_bytes
 
     async def read(self) -> Any:
         """Reads to the end. Returns itself, why it is refused, or EOF if the client disconnected."""

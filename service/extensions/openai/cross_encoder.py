@@ -7,6 +7,7 @@ template writes messages of the roles query and document, as in vLLM.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from service.api import validation
 from service.api.server_state import ServerState
 from service.api.status import from_status
-from service.auth.authenticator import counted
+from service.auth.authenticator import current_tenant
+from service.caches.tenants import counted
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported
 from service.runtimes.embedding import BatchForward
 from service.text.text_model import TextModel
 
-# Of the pairs that are in memory at once, which all have the query.
+# The query is in each pair: so many tokens of pairs are in memory at once.
 _MOST_TOKENS = 1 << 20
 # Beyond which a likelihood is 0 as a float.
 _LARGE = 700
@@ -42,7 +44,7 @@ class CrossEncoder:
     ) -> tuple[list[runner_pb2.Embedding], list[float]]:
         """How likely the model says yes to each pair of inputs, which are texts; and what these cost.
 
-        Raises QuireError, for the first pair that fails.
+        Raises QuireError, for the first pair that fails, when pairs before it may have been computed.
         """
         pooling = self._state.first_ready.model.pooling
         ids = _answers(pooling)
@@ -52,10 +54,12 @@ class CrossEncoder:
         validation.refuse_unknown(request)
         # Each Forward gets a copy of it.
         validation.check_cache_salt(request.cache_salt)
+        if (tenant := current_tenant()) is not None:
+            tenant.require_at_once(len(pairs))
         found, scores = list[runner_pb2.Embedding](), list[float]()
         items, num_tokens = list[executor_pb2.ForwardRequest](), 0
         for place, pair in enumerate(pairs, start=1):
-            with counted(are_made=True):
+            with counted(tenant, time.monotonic, give_back=True):
                 items.append(await self._item(request, pair, ids))
             num_tokens += len(items[-1].token_ids)
             is_full = num_tokens >= _MOST_TOKENS or len(items) >= self._state.limits.max_items

@@ -20,9 +20,10 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from service.api.server_state import ServerState
-from service.errors import InvalidArgument, SequenceTooLong
+from service.errors import QuireError
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.cross_encoder import CrossEncoder
+from service.extensions.openai.errors import of_request
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.generation import JSON, ForwardContext, ResponseBody, until_disconnected
 from service.extensions.openai.models import Models
@@ -80,8 +81,8 @@ class EmbeddingHandler:
                 else:
                     found = (await self.embedder.embed(request.embed, context)).embeddings
                     scores = (_cosine(found[one], found[other]) for one, other in request.pairs)
-            except (InvalidArgument, SequenceTooLong) as error:
-                raise error.at(_param(error.field, request)) from None
+            except QuireError as error:
+                raise of_request(error, lambda field: _param(field, request)) from None
             body = ResponseBody(send, [JSON])
             await body.write(request.answer(found, scores))
             await body.end()

@@ -72,12 +72,8 @@ def headers(error: QuireError) -> dict[str, str]:
 
 def of_request(error: QuireError, param_of: Callable[[str], str]) -> QuireError:
     """The same error, with the field of the request (`param_of`) instead of that of an item."""
-    if isinstance(error, InvalidArgument):
-        return error.at(param_of(error.field))
-    if field := error.metadata.get("field"):
-        error.metadata["field"] = param_of(field)
-        error.message = error.message.replace(field, error.metadata["field"], 1)
-    return error
+    field = _field_of(error)
+    return error if field is None else error.at(param_of(field))
 
 
 def body(error: QuireError) -> dict[str, Any]:

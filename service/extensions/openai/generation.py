@@ -21,7 +21,7 @@ from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
 from service.budgets import SMALL_BYTES
 from service.errors import InvalidArgument, QuireError
-from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.bodies import Body, BodyReader
 from service.extensions.openai.errors import of_request
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.prompts import Prompt, prompts_of
@@ -73,24 +73,24 @@ class CompletionHandler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
-        async with self.body_reader.read_with(Request(scope, receive), self.earlier) as (value, earlier):
-            body = [value]
+        request = Request(scope, receive)
+        async with self.body_reader.read_with(request, self.earlier) as (value, earlier, body):
+            parsed = [value]
             del value
-            await until_disconnected(receive, self._handle(body, earlier, scope, send))
+            await until_disconnected(receive, self._handle(parsed, earlier, body, scope, send))
 
-    async def _handle(self, body: list[object], earlier: Any, scope: Scope, send: Send) -> None:
-        """`body`: what was parsed, which is taken from it: Python's numbers take many times their bytes."""
-        (value,) = body
+    async def _handle(self, parsed: list[object], earlier: Any, body: Body, scope: Scope, send: Send) -> None:
+        """`parsed`: the value, which is taken from it: Python's numbers take many times their bytes."""
+        (value,) = parsed
         if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
             await self.state.first_worker(None)
         going_on = {"earlier": earlier} if earlier else {}
         completion_request = self.parse(value, self._resolve, **going_on)
-        body.clear()
+        parsed.clear()
         del value
-        bodies = self.state.budgets.of(current_tenant()).bodies
+        body.hold(completion_request.copied_bytes)
         try:
-            with bodies.held(completion_request.copied_bytes):
-                await self._answer(completion_request, scope, send)
+            await self._answer(completion_request, scope, send)
         except QuireError as error:
             raise of_request(error, completion_request.param_of) from None
 

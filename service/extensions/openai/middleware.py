@@ -1,6 +1,6 @@
 """The middleware of every request: authentication, a request id, logging, and errors in OpenAI's form.
 
-The counterpart of the interceptor for gRPC: an unauthorized request is refused before its body is read, and
+The counterpart of the interceptor for gRPC: an unauthorized request is refused before its body arrives, and
 unexpected exceptions become errors without their text. Each route declares who may use it, which is checked
 when the router has chosen it.
 """
@@ -107,7 +107,7 @@ class Middleware:
         own = request.headers.get(_REQUEST_ID, "")
         request_id = own if own and is_request_id(own) else secrets.token_hex(8)
         bind_request_id(request_id)
-        response = _Response(request, send, request_id)
+        response = _Response(request, send, request_id, 2 * self._state.config.max_request_bytes)
         name = escaped(f"{request.method} {scope['path']}"[:_MAX_LOGGED_CHARACTERS])
         began_s = time.monotonic()
         task = cast("asyncio.Task[None]", asyncio.current_task())
@@ -182,10 +182,12 @@ class Middleware:
 class _Response:
     """The response to a request, with how far it is."""
 
-    def __init__(self, request: Request, send: Send, request_id: str) -> None:
+    def __init__(self, request: Request, send: Send, request_id: str, max_dropped_bytes: int) -> None:
+        """`max_dropped_bytes`: of a body that still arrives when the request is answered."""
         self._request = request
         self._send = send
         self._request_id = request_id
+        self._max_dropped_bytes = max_dropped_bytes
         self._has_begun = self._is_stream = False
 
     async def send(self, message: Message) -> None:
@@ -201,8 +203,11 @@ class _Response:
             # To close a connection whose client still sends resets it, and the client may lose the response.
             await self._send({**message, "more_body": True})
             connection.is_answered = True
-            while (await self._request.receive()).get("more_body", False):
-                pass
+            dropped_bytes, more = 0, True
+            while more and dropped_bytes <= self._max_dropped_bytes:
+                received = await self._request.receive()
+                dropped_bytes += len(received.get("body", b""))
+                more = received.get("more_body", False)
             message = {"type": "http.response.body"}
         await self._send(message)
 

@@ -7,6 +7,7 @@ does it.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from typing import Any
 
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
-from service.auth.authenticator import counted
+from service.auth.authenticator import current_tenant
+from service.caches.tenants import counted
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, finite
 from service.runtimes.answer_parts import encoded_prompt, reading_of
@@ -49,7 +51,7 @@ async def prompts_of(request: CompletionRequest, text: TextModel, formats: Outpu
     is_scored = request.num_scored is not None or request.experts is not None
     if not (is_scored or request.echo or request.with_token_ids or request.usage_in_all):
         return []
-    with counted(len(request.items), are_made=True):
+    with counted(current_tenant(), time.monotonic, len(request.items), give_back=True):
         return [await _prompt_of(item, request, text, formats) for item in request.items]
 
 

@@ -77,7 +77,7 @@ class CompletionRequest:
         echo: The answer begins with the prompt. `echo_only`: and has nothing else.
         with_token_ids: Whether the tokens of prompts and answers are returned.
         experts: Which experts are returned. None: none.
-        copied_bytes: What its items have in common, of all but the first.
+        copied_bytes: Of the settings of all items but the first, which are copies.
     """
 
     items: list[runner_pb2.ExecuteItem]
@@ -119,7 +119,7 @@ def completion(
 ) -> CompletionRequest:
     """A request to /v1/completions. Raises InvalidArgument, and what `resolve` raises.
 
-    `max_bytes`: of its items together, as an Execute would have them.
+    `max_bytes`: of all copies of its settings, which each prompt but the first has.
     """
     fields = Fields(value)
     model = resolve(fields.required("model"))
@@ -142,7 +142,7 @@ def completion(
     given_prompts = prompts(fields.raw("prompt"), model.max_tokens, "prompt", _MAX_PROMPTS)
     copied_bytes = shared.ByteSize() * (len(given_prompts) - 1)
     if copied_bytes > max_bytes:
-        text = f"the settings, once for each prompt, may have at most {max_bytes} bytes"
+        text = f"the settings are copied for each prompt: all copies may have at most {max_bytes} bytes"
         raise InvalidArgument("REQUEST_TOO_LARGE", "prompt", text)
     items: list[runner_pb2.ExecuteItem] = []
     for prompt in given_prompts:

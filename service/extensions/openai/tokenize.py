@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.server_state import ServerState
-from service.auth.authenticator import counted
+from service.auth.authenticator import current_tenant
+from service.caches.tenants import counted
 from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong
 from service.extensions.openai.anthropic_messages import messages
 from service.extensions.openai.bodies import BodyReader
@@ -112,7 +114,7 @@ class BodyHandler:
         """Raises QuireError. Ends if the client disconnects: a template may take seconds."""
 
         async def respond(value: object) -> None:
-            with counted():
+            with counted(current_tenant(), time.monotonic):
                 response = JSONResponse(await self.answer(value))
             await response(scope, receive, send)
 

@@ -12,6 +12,7 @@ from quire.v1 import runner_pb2
 
 from service.api.status import to_status
 from service.api.trace_context import TRACEPARENT, current_traceparent
+from service.caches.tenants import counted
 from service.errors import DeadlinePassed, ProviderFailure, QuireError
 from service.extensions.providers import exchange, failures
 from service.extensions.providers.breaker import Breaker, Result
@@ -84,7 +85,7 @@ class ProviderCall:
         tenant, left_s = self.batch.tenant, self._time_left_s()
         until = asyncio.timeout(None if math.isinf(left_s) else left_s)
         try:
-            with contextlib.nullcontext() if tenant is None else tenant.admit_unseen(self._clock.now_s()):
+            with counted(tenant, self._clock.now_s):
                 async with until:
                     await self._send_with_retries()
         except QuireError as caught:

@@ -10,12 +10,12 @@ import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2, types_pb2
 
-from service.auth import authenticator as authenticator_module
 from service.caches.keyed_answers import KeyedAnswers
 from service.caches.tenants import Quota, Tenant
 from service.config import Config
 from service.errors import ExecutionLost, NoWorker, QuotaExceeded, TooManyExecutions
 from service.runtimes import executions as executions_module
+from service.runtimes import servicer as servicer_module
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
@@ -228,8 +228,8 @@ class Preparing(FakeRuntime):
 def alice(monkeypatch: pytest.MonkeyPatch) -> Tenant:
     """The tenant of calls, and a clock that stands still."""
     tenant = Tenant("alice")
-    monkeypatch.setattr(authenticator_module, "current_tenant", lambda: tenant)
-    for module in (executions_module, authenticator_module):
+    monkeypatch.setattr(servicer_module, "current_tenant", lambda: tenant)
+    for module in (executions_module, servicer_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     return tenant
 

@@ -552,17 +552,36 @@ async def test_the_settings_of_prompts_count_for_each_until_the_response() -> No
         bodies = served.state.budgets.bodies
         assert len((await client.completions.create(**settings)).choices) == 100
         assert held_bytes[0] > 99 * 500
+        await until(lambda: bodies.used == 0)
         with bodies.held(180_000), pytest.raises(openai.RateLimitError, match="arriv"):
             await client.completions.create(**settings)
         await until(lambda: bodies.used == 0)
+        # More than the limit, with the body: such a request is admitted if it is the only one.
+        settings |= {"prompt": ["a"] * 300, "extra_body": {"guided_regex": "a" * 800}}
+        assert len((await client.completions.create(**settings)).choices) == 300
 
 
 async def test_who_is_refused_while_it_still_sends_gets_the_response() -> None:
     """Its connection is not reset, whose buffers take less than this."""
-    async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000) as served:
+    async with serving(FakeRuntime(generate_yes), max_request_bytes=16 << 20) as served:
         for path, status in (("/v1/chat/completions", 413), ("/nothing", 404)):
             assert await asyncio.to_thread(refused_status, served.port, path, 32 << 20) == status
         await until(lambda: not served.front.server.connections)
+
+
+async def test_of_a_body_without_end_only_so_much_is_read() -> None:
+    """Whoever sends it: here one whose path does not exist."""
+    async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000, message_timeout_s=600) as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999999\r\n\r\n")
+        sent_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while sent_bytes < 64 << 20:
+                writer.write(b" " * (1 << 20))
+                await asyncio.wait_for(writer.drain(), TIMEOUT_S)
+                sent_bytes += 1 << 20
+        writer.close()
+        assert sent_bytes < 64 << 20, "the buffers of a connection take less"
 
 
 async def test_who_is_refused_and_never_ends_its_body_does_not_delay_a_shutdown() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import runner_pb2, types_pb2
 
-from service.errors import InvalidArgument, QuireError, SequenceTooLong
+from service.errors import InvalidArgument, QuireError, SequenceTooLong, Unsupported
 from service.extensions.openai import errors
 from service.extensions.openai.models import ResolvedModel
 from service.extensions.openai.requests import chat, completion
@@ -170,3 +170,11 @@ def test_any_value_is_a_request_or_refused(value: Any) -> None:
             if refusal is not None:
                 assert errors.http_status(refusal) == 400
                 json.dumps(errors.body(refusal), ensure_ascii=False).encode()
+
+
+def test_an_error_with_the_name_of_the_requests_field_is_another_one() -> None:
+    """Its text and its traceback say that name; the error of the item still names the item's."""
+    error = Unsupported("sampling.top_k: not here", field="sampling.top_k")
+    found = errors.of_request(error, lambda field: field.removeprefix("sampling."))
+    assert (str(found), found.metadata, found.code) == ("top_k: not here", {"field": "top_k"}, error.code)
+    assert found.reason == error.reason and error.metadata == {"field": "sampling.top_k"}
