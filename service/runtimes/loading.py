@@ -70,9 +70,7 @@ class WeightsLoader:
         version: ModelVersion | None = None
         try:
             yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING)
-            # In a thread: a path may be on a network.
-            model = await asyncio.to_thread(model_of, source, self._find_upload)
-            await asyncio.to_thread(self._require_memory, model)
+            model = await self._find(source)
             # No worker is replaced on purpose meanwhile.
             async with self._restarts.lock:
                 workers = self._pool.serving_workers()
@@ -93,6 +91,12 @@ class WeightsLoader:
             fingerprint=described.fingerprint,
             weights_version=version.number,
         )
+
+    async def _find(self, source: str) -> str:
+        """See `model_of`. Raises NoMemory, too. In threads: a path may be on a network."""
+        model = await asyncio.to_thread(model_of, source, self._find_upload)
+        await asyncio.to_thread(self._require_memory, model)
+        return model
 
     def _require_memory(self, model: str) -> None:
         """Raises NoMemory if the weights do not fit into main memory beside those that are served. Blocks.
