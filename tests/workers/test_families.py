@@ -66,7 +66,7 @@ def test_the_families_are_told() -> None:
     wrappers = re.search(r"images and sounds cannot be sent\. The types are (.*)\.$", text, re.MULTILINE)
     assert wrappers is not None
     assert wrappers[1].split(", ") == sorted(WRAPPERS)
-    widths = re.search(r"heads of ([\d, ]+) and (\d+) elements", " ".join(text.split()))
+    widths = re.search(r"native code has kernels for ([\d, ]+) and (\d+);", " ".join(text.split()))
     assert widths is not None
     assert tuple(map(int, [*widths[1].split(", "), widths[2]])) == CUDA_WIDTHS
 
