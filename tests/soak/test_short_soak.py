@@ -31,7 +31,8 @@ def test_a_few_faults_lose_nothing(model: str, tmp_path: Path, monkeypatch: pyte
         interval_s=0.2,
     )
     tally = asyncio.run(soak(options, tmp_path, DiskInjector, on_disk(tmp_path)))
-    assert tally.is_clean(), tally.details
+    log = (tmp_path / "gateway.log").read_text(errors="replace")
+    assert tally.is_clean(), f"{tally.details}\n{log[-8000:]}"
     assert tally.num_faults > tally.num_gateway_faults > 0, "of workers, too"
     assert tally.sequences and tally.had_adapters == (model == TINY) and tally.generated
     assert tally.disk_pages("written")
