@@ -193,7 +193,7 @@ void run_activated(const ExpertsArguments& a, const ExpertsWork& work, const Wor
     const int64_t token = groups.pairs[place] / a.choices;
     space.token_of[place] = token;
     outer_rows.plain[place] = x + token * a.x_stride;
-    outer_rows.inputs[place] = space.tokens[token];
+    if (layer.gate_up.has_plain) outer_rows.inputs[place] = space.tokens[token];
     if constexpr (kGathers<T>)
       if (layer.gate_up.has_plain && width % kGroupInputs == 0) {
         T* gathered = space.results + place * width;  // where there is nothing yet
