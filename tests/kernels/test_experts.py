@@ -20,6 +20,7 @@ from kernels.routing_rule import RoutingRule
 from tests.families import by_turns
 from tests.kernels.conftest import HAS_TRITON, SELDOM
 from tests.kernels.cuda.poison import surrounded
+from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.references import experts64
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -253,6 +254,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_compiled_rules_are_those_of_torch(rule: RoutingRule, *, corrected: bool) -> None:
     """In float32, where no two scores are equal; and a row has the same bits alone."""
+    need_compiled()
     logits = torch.randn(50, 40) * 3
     correction = torch.randn(40) * 0.1 if corrected else None
     ids, weights = route(logits, 6, normalize=True, rule=rule, correction=correction)
