@@ -92,8 +92,9 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
 def _warn_without(directory: Path) -> None:
     """Says that clients get no tokenizer, and how to make one from what is there."""
     others = [file.name for pattern in _OTHER_FILES for file in directory.glob(pattern)]
-    made_by = "transformers' AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
-    how = f"; {made_by} makes it from {others[0]}" if others else ""
+    made_by = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+    # Of SentencePiece's files version 5 makes other tokens of spaces.
+    how = f"; {made_by} of transformers 4 makes it from {others[0]}" if others else ""
     _log.warning("there is no %s, so texts are refused and only tokens served%s", TOKENIZER_FILE, how)
 
 
