@@ -261,7 +261,9 @@ def test_a_directory_without_a_tokenizer_json_says_so(
     assert read_tokenizer(tmp_path, 10, PLENTY) == TokenizerFile()
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "texts are refused" in record.getMessage()
-    assert record.getMessage().endswith(f"save_pretrained(directory) of transformers 4 makes it from {other}") is bool(other)
+    assert record.getMessage().endswith(
+        f"save_pretrained(directory) of transformers 4 makes it from {other}"
+    ) is bool(other)
 
 
 def test_the_hub_is_asked_for_every_file_that_a_load_reads() -> None:
