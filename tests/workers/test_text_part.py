@@ -76,6 +76,19 @@ def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
     assert_serves(tmp_path, whole, "native")
 
 
+def test_the_settings_of_the_text_alone(tmp_path: Path) -> None:
+    """Tools that remove experts write these, and leave the names of the tensors as they were."""
+    whole = small_model("qwen3_5_moe")
+    whole.save_pretrained(tmp_path)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text())["text_config"]))
+    text = {name: tensor for name, tensor in load_file(file).items() if "visual." not in name}
+    save_file(text, file, {"format": "pt"})
+    choice = choose_backend(tmp_path, "auto")
+    assert choice.backend == "native", choice.reason
+    load_served(tmp_path, "float32", torch.device("cpu"), None, backend="native", self_check=True)
+
+
 def test_a_base_model_that_sees(tmp_path: Path) -> None:
     whole: Any = small_model("qwen3_vl")
     whole.base_model.save_pretrained(tmp_path)

@@ -380,7 +380,8 @@ def _tensors_of(source: ModelSource, config: ModelConfig) -> tuple[ModelConfig, 
 def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of the text part, by their names in a text model.
 
-    As the library, takes the tensors of a base model, which have no prefix, and of two that are tied either.
+    As the library, takes the tensors of a base model, which have no prefix, and of two that are tied either;
+    and those of a multimodal model, whose config may be that of its text part alone.
     Experts that are in one tensor become tensors of their own.
 
     Raises ModelError if two tensors have the same name there, or experts cannot be separated.
@@ -388,7 +389,7 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     found: dict[str, StoredTensor] = {}
     left_out = tuple(prefix.format(config.num_hidden_layers) for prefix in config.family.left_out)
     of_base = (*_IN_BASE_MODELS, f"{config.family.final_norm}.")
-    for name, entry in entries.items() if config.wrapper is None else of_text_model(entries.items()):
+    for name, entry in of_text_model(entries.items()):
         if name.startswith(left_out):
             if config.has_mtp_head:
                 found.update(_of_mtp_head(name, entry, config))
