@@ -65,14 +65,14 @@ class ItemField:
 
     Attributes:
         name: In its object.
-        of: The field of an item that it sets, or the message whose fields it sets.
+        target: The field of an item that it sets, or the message whose fields it sets.
         set: None: the route does, since it takes more than an item and this value.
         also: Further fields of an item that errors can name for it.
         parent: With its dot, the path of its object in the request.
     """
 
     name: str
-    of: str
+    target: str
     set: SetField | None
     also: tuple[str, ...] = ()
     parent: str = ""
@@ -98,11 +98,11 @@ def param_of(field: str, *tables: Sequence[ItemField]) -> str:
     """The field of the request that an error names by a field of an item. The first table that knows it."""
     path = _BEFORE.sub("", field)
     for table in tables:
-        places = [(of, one) for one in table for of in (one.of, *one.also)]
+        targets = [(target, one) for one in table for target in (one.target, *one.also)]
         # The longest one says most.
-        for of, one in sorted(places, key=lambda place: len(place[0]), reverse=True):
-            rest = path.removeprefix(of)
-            if path.startswith(of) and rest[:1] in ("", ".", "["):
+        for target, one in sorted(targets, key=lambda each: len(each[0]), reverse=True):
+            rest = path.removeprefix(target)
+            if path.startswith(target) and rest[:1] in ("", ".", "["):
                 # Entries of a list are the same in both; fields of a message are not.
                 inner = rest.replace(".arguments_json", ".function.arguments") if rest[:1] == "[" else ""
                 return f"{one.parent}{one.name}{inner}"
@@ -120,10 +120,10 @@ def renamed(path: str, names: Mapping[str, str]) -> str:
 
 
 def plain(
-    name: str, of: str, check: Callable[..., Any], *bounds: int, also: tuple[str, ...] = ()
+    name: str, target: str, check: Callable[..., Any], *bounds: int, also: tuple[str, ...] = ()
 ) -> ItemField:
     """A field whose value, checked by a function of `fields`, becomes that of the item; a list is added."""
-    *parents, last = of.split(".")
+    *parents, last = target.split(".")
 
     def set_it(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
         message, checked = functools.reduce(getattr, parents, item), check(value, path, *bounds)
@@ -132,19 +132,19 @@ def plain(
         else:
             setattr(message, last, checked)
 
-    return ItemField(name, of, set_it, also)
+    return ItemField(name, target, set_it, also)
 
 
 def _sampling(setting: Setting) -> ItemField:
-    of = f"sampling.{setting.name}"
+    target = f"sampling.{setting.name}"
     if setting.type is float:
-        return plain(setting.name, of, number)
+        return plain(setting.name, target, number)
 
     def limit(value: object, path: str) -> int:
         # In other servers -1 means no limit, as 0 does here.
         return max(0, integer(value, path, -1, int(setting.maximum)))
 
-    return plain(setting.name, of, limit)
+    return plain(setting.name, target, limit)
 
 
 def _seed(value: object, path: str) -> int:
