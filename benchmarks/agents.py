@@ -14,7 +14,6 @@ new on a held cache (`cache.generate`). Prints JSON, and draws the medians over 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -190,7 +189,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--chart", type=Path, help="write the picture there")
     options = parser.parse_args()
-    before = machine.times_s()
     # Of each way other tokens, so that none finds the pages of another.
     turns = {
         way: traces(options.agents, options.turns, options.seed + number) for number, way in enumerate(_WAYS)
@@ -201,7 +199,7 @@ def main() -> None:
     few, for_all = (
         ["--kv-pages", str(round(factor * longest / _PAGE_TOKENS))] for factor in (1.5, 2 * options.agents)
     )
-    with ExitStack() as stack:
+    with machine.report() as result, ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agents-")))
         shape = replace(
             SHAPES[options.shape],
@@ -221,19 +219,13 @@ def main() -> None:
         found = {
             way: (contexts(turns[way]), replayed(clients, new, turns[way])) for way, new in _WAYS.items()
         }
-    if options.chart is not None:
-        options.chart.write_text(chart(found), encoding="utf-8")
-    result = {
-        "machine": machine.describe(),
-        "arguments": sys.argv[1:],
-        "disturbance": machine.disturbance(before, machine.times_s()),
-        "context_tokens": {way: lengths for way, (lengths, _) in found.items()},
-        "first_token_s": {
+        if options.chart is not None:
+            options.chart.write_text(chart(found), encoding="utf-8")
+        result["context_tokens"] = {way: lengths for way, (lengths, _) in found.items()}
+        result["first_token_s"] = {
             way: {name: [[round(one, 3) for one in times] for times in own] for name, own in servers.items()}
             for way, (_, servers) in found.items()
-        },
-    }
-    print(json.dumps(result, indent=2))
+        }
 
 
 if __name__ == "__main__":

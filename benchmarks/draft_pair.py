@@ -6,17 +6,14 @@ What the other layers add is scaled down, so that both mostly choose the same to
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.shapes import ELEMENT_BYTES, Shape
-from benchmarks.weights import MODEL_FILE, Bits, bfloat16, make_model, read_model
+from benchmarks.shapes import Shape
+from benchmarks.weights import Bits, bfloat16, make_model, new_model, read_model
 
 # An embedding is no large part of a small model then.
 _VOCAB_SIZE = 8192
@@ -32,13 +29,11 @@ def make_pair(shape: Shape, draft_layers: int, cache_dir: Path) -> tuple[Path, P
     for layers in (shape.num_hidden_layers, draft_layers):
         found.append(cache_dir / f"{shape.name}-draft{draft_layers}-{layers}")
         if not found[-1].is_dir():
-            partial = found[-1].with_name(found[-1].name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
             made = dataclasses.replace(shape, num_hidden_layers=layers)
-            (partial / "config.json").write_text(json.dumps(made.hf_config(), indent=2) + "\n")
-            _write(partial / MODEL_FILE, dict(_tensors(directory, layers, draft_layers)))
-            partial.rename(found[-1])
+            tensors = dict(_tensors(directory, layers, draft_layers))
+            with new_model(found[-1], made, {name: bits.shape for name, bits in tensors.items()}) as file:
+                for bits in tensors.values():
+                    np.ascontiguousarray(bits).tofile(file)
     return found[0], found[1], shape
 
 
@@ -53,16 +48,3 @@ def _tensors(directory: Path, layers: int, unscaled: int) -> Iterator[tuple[str,
             yield name, bfloat16(values * np.float32(_SCALE))
         else:
             yield name, bits
-
-
-def _write(path: Path, tensors: dict[str, Bits]) -> None:
-    header, end = {}, 0
-    for name, bits in tensors.items():
-        begin, end = end, end + ELEMENT_BYTES * math.prod(bits.shape)
-        header[name] = {"dtype": "BF16", "shape": bits.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of their element size
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for bits in tensors.values():
-            np.ascontiguousarray(bits).tofile(file)

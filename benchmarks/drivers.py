@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import grpc
-from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
+from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from benchmarks.peers.base import SETTLING_STEPS, Sample
 
 # In the stubs of the stubs only, not at run time.
 Stub: TypeAlias = "executor_pb2_grpc.ModelExecutorServiceAsyncStub"
-RunnerStub: TypeAlias = "runner_pb2_grpc.ModelRunnerServiceAsyncStub"
 
 
 @dataclass(slots=True)
@@ -162,84 +160,6 @@ class SessionLane:
             if result.HasField("error"):
                 raise RuntimeError(f"a step of a Session failed: {result.error.message}")
         return [(result.tag, result.decode) for result in message.results]
-
-
-async def execute(stub: RunnerStub, prompts: Sequence[Sequence[int]], steps: int, calls: int) -> Sample:
-    """Execute, with all sequences in this many calls. Measures from the first token of each sequence."""
-    tokens = 1 + SETTLING_STEPS + steps
-    items = [_execute_item(str(index), prompt, tokens) for index, prompt in enumerate(prompts)]
-    arrived_ns: dict[str, list[int]] = {item.item_id: [] for item in items}
-
-    async def read(part: Sequence[runner_pb2.ExecuteItem]) -> None:
-        async for response in stub.Execute(runner_pb2.ExecuteRequest(items=part)):
-            now_ns = time.perf_counter_ns()
-            for chunk in response.chunks:
-                if chunk.HasField("error"):
-                    raise RuntimeError(f"an item failed: {chunk.error.message}")
-                arrived_ns[chunk.item_id] += [now_ns] * len(chunk.token_ids)
-
-    async with asyncio.TaskGroup() as group:
-        for call in range(calls):
-            group.create_task(read(items[call::calls]))
-    done = [list(itertools.pairwise(ns[SETTLING_STEPS:])) for ns in arrived_ns.values()]
-    return rate(done, len(items))
-
-
-async def score_choices(
-    stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]], how: str
-) -> Sample:
-    """Scores continuations of one new context."""
-    began_ns = time.perf_counter_ns()
-    await _SCORERS[how](stub, context, choices)
-    return Sample([time.perf_counter_ns() - began_ns], len(context))
-
-
-async def _score_whole(stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]]) -> None:
-    """A full Forward for each choice, one after another."""
-    for choice in choices:
-        await stub.Forward(executor_pb2.ForwardRequest(token_ids=[*context, *choice]))
-
-
-async def _score_batch(stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]]) -> None:
-    items = [
-        executor_pb2.ForwardRequest(token_ids=[*context, *choice], score_from=len(context))
-        for choice in choices
-    ]
-    response = await stub.BatchForward(executor_pb2.BatchForwardRequest(items=items))
-    for result, choice in zip(response.results, choices, strict=True):
-        if len(result.response.token_logprobs) != len(choice):
-            raise RuntimeError("a choice was not scored")
-
-
-async def _score_forks(stub: Stub, context: Sequence[int], choices: Sequence[Sequence[int]]) -> None:
-    """A prefill, then a fork and a verify for each choice."""
-    first = await stub.Prefill(executor_pb2.PrefillRequest(token_ids=context))
-    fork = executor_pb2.ForkCacheRequest(cache_id=first.kv_cache.cache_id, count=len(choices))
-    handles = [first.kv_cache, *(await stub.ForkCache(fork)).kv_caches]
-    verifies = [
-        stub.ForwardVerify(
-            executor_pb2.ForwardVerifyRequest(
-                cache_id=handle.cache_id, token_ids=choice, score=True, accept=types_pb2.VERIFY_ACCEPT_ALL
-            )
-        )
-        for handle, choice in zip(handles[1:], choices, strict=True)
-    ]
-    await asyncio.gather(*verifies)
-    for handle in handles:
-        await stub.ReleaseCache(executor_pb2.ReleaseCacheRequest(cache_id=handle.cache_id))
-
-
-_SCORERS = {"whole": _score_whole, "batch": _score_batch, "forks": _score_forks}
-
-
-def _execute_item(item_id: str, prompt: Sequence[int], tokens: int) -> runner_pb2.ExecuteItem:
-    return runner_pb2.ExecuteItem(
-        item_id=item_id,
-        tokens=runner_pb2.TokenPrompt(token_ids=prompt),
-        max_tokens=tokens,
-        ignore_eos=True,
-        tokens_only=True,
-    )
 
 
 _Lane = Callable[[executor_pb2.DecodeRequest], Awaitable[executor_pb2.DecodeResponse]]

@@ -240,9 +240,7 @@ def main() -> None:
         options.cache.mkdir(parents=True, exist_ok=True)
         model = make_model(SHAPES[options.shape], options.cache.resolve())
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    before = machine.times_s()
-    found: dict[str, Any] = {"machine": machine.describe(), "arguments": sys.argv[1:]}
-    with GatewayProcess(model=str(model)) as server, OwnRate(model) as own:
+    with machine.report() as found, GatewayProcess(model=str(model)) as server, OwnRate(model) as own:
         assert server.channel is not None
         network = SlowNetwork(server.address, _FAR_S)
         near, far = server.channel, grpc.insecure_channel(network.address, options=CHANNEL_OPTIONS)
@@ -251,10 +249,8 @@ def main() -> None:
             "local": functools.partial(_generate, near),
             "far": functools.partial(_generate, far),
         }
-        found |= _compare(ways, options.rounds, options.tokens, vocab_size)
+        found.update(_compare(ways, options.rounds, options.tokens, vocab_size))
         far.close()
-    found["disturbance"] = machine.disturbance(before, machine.times_s())
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import datetime as dt
 import itertools
-import json
 import os
 import random
 import signal
@@ -207,18 +206,15 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    before = machine.times_s()
-    with tempfile.TemporaryDirectory(prefix="healing-") as scratch:
+    with machine.report() as found, tempfile.TemporaryDirectory(prefix="healing-") as scratch:
         model = make_model(_SHAPE, Path(scratch))
         flags = ["--threads-per-worker", "1", "--data-dir", f"{scratch}/data"]
         began_s = time.time()
         with GatewayProcess(model=str(model), workers=2, flags=flags) as gateway:
-            started_s = round(time.time() - began_s, 2)
+            found["prompt_tokens"] = _PROMPT_TOKENS
+            found["started_s"] = round(time.time() - began_s, 2)
             faults = asyncio.run(measure(gateway, options.faults, options.seed))
-    found = {"machine": machine.describe(), "prompt_tokens": _PROMPT_TOKENS, "started_s": started_s}
-    found |= summary(faults)
-    found["disturbance"] = machine.disturbance(before, machine.times_s())
-    print(json.dumps(found, indent=2))
+        found.update(summary(faults))
 
 
 if __name__ == "__main__":

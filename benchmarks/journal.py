@@ -13,8 +13,6 @@ import asyncio
 import contextlib
 import gc
 import io
-import json
-import shutil
 import tempfile
 import time
 from array import array
@@ -213,16 +211,9 @@ def _size(directory: Path) -> int:
     return sum(path.stat().st_size for path in (directory / JOURNAL).iterdir())
 
 
-async def _commit(journal: Journal, records: list[Record], ledger: Ledger | None = None) -> None:
+async def _commit(journal: Journal, records: list[Record]) -> None:
     outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    def committed(ok: bool) -> None:
-        if ledger is not None:
-            for record in records:
-                ledger.apply(record)
-        outcome.set_result(ok)
-
-    journal.commit(records, committed)
+    journal.commit(records, outcome.set_result)
     assert await outcome
 
 
@@ -243,10 +234,12 @@ def main() -> None:
     parser.add_argument("--commits-only", action="store_true")
     parser.add_argument("--tokens", type=int, default=10_000_000)
     options = parser.parse_args()
-    base = Path(tempfile.mkdtemp(prefix="journal-", dir=options.directory))
-    before = machine.times_s()
-    found: dict[str, Any] = {"machine": machine.describe(), "turn": _CALLERS, "encoding": encoding()}
-    try:
+    with (
+        machine.report() as found,
+        tempfile.TemporaryDirectory(prefix="journal-", dir=options.directory) as directory,
+    ):
+        base = Path(directory)
+        found["turn"], found["encoding"] = _CALLERS, encoding()
         if options.postgres:
             # Beside files with the same durability. Each creates the same caches: on disk in its own journal.
             same = (base / "same_idle", base / "same_busy", base / "same_throughput")
@@ -261,10 +254,6 @@ def main() -> None:
         if not options.commits_only:
             for name, rows in (("decoded", decoded), ("prompts", prompts), ("mixed", mixed)):
                 found[f"recovery_{name}"] = recovery(base / name, rows(options.tokens), options.tokens)
-    finally:
-        shutil.rmtree(base)
-    found["disturbance"] = machine.disturbance(before, machine.times_s())
-    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import sys
@@ -244,19 +243,15 @@ def main() -> None:
     parser.add_argument("--decodes", type=int, metavar="N", help="measure what N callers lose instead")
     parser.add_argument("--rounds", type=int, default=3, help="of --decodes")
     options = parser.parse_args()
-    before = machine.times_s()
-    with tempfile.TemporaryDirectory(prefix="kv-disk-") as directory:
-        scratch = Path(directory)
+    with machine.report() as found, tempfile.TemporaryDirectory(prefix="kv-disk-") as directory:
+        scratch, found["shape"] = Path(directory), options.shape
         _say("makes a model")
         model = make_model(SHAPES[options.shape], scratch / "model")
         if options.decodes:
-            found = compare_decodes(model, scratch, options.decodes, options.rounds)
+            found.update(compare_decodes(model, scratch, options.decodes, options.rounds))
         else:
             computed = min(options.computed, options.tokens)
-            found = restore(model, scratch, options.tokens, computed, cold=options.cold)
-    found = {"machine": machine.describe(), "shape": options.shape} | found
-    found["disturbance"] = machine.disturbance(before, machine.times_s())
-    print(json.dumps(found, indent=2))
+            found.update(restore(model, scratch, options.tokens, computed, cold=options.cold))
 
 
 if __name__ == "__main__":

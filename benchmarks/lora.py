@@ -1,9 +1,8 @@
-"""Decode steps with adapters beside steps without: `python -m benchmarks.lora [--peft]`. Prints a table.
+"""Decode steps with adapters beside steps without: `python -m benchmarks.lora`. Prints a table.
 
 The model of `--shape` with random bfloat16 weights and 64 adapters, of `--rank` on all projections, in
 memory. A step is the forward of 32 sequences with a context of 128 tokens, and their logits. Rows have the
-adapters of their turn in random order. The kinds of steps alternate in one process; medians count. With
---peft there are also PEFT's steps of the same model and kinds, by turns with ours.
+adapters of their turn in random order. The kinds of steps alternate in one process; medians count.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default=DEFAULT_SHAPE)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="turns of each kind of step")
-    parser.add_argument("--peft", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     decoder = _decoder(options.shape, options.rank)
@@ -55,29 +53,12 @@ def main() -> None:
         "8 adapters": [row % 8 for row in range(_BATCH)],
         "32 adapters": list(range(_BATCH)),
     }
-    peft = None
-    if options.peft:
-        from benchmarks.lora_peft import PeftSteps  # noqa: PLC0415 - not where Quire alone is measured
-
-        settings = SHAPES[options.shape].hf_config()
-        peft = PeftSteps(settings, options.rank, _BATCH, _BATCH, _CONTEXT_TOKENS)
     ms: dict[str, list[float]] = {name: [] for name in kinds}
-    peft_ms: dict[str, list[float]] = {name: [] for name in kinds}
     for turn in range(options.rounds + 1):
         for name, adapters in kinds.items():
             taken = _step_ms(decoder, kv, adapters, random.Random(turn))
             ms[name] += taken if turn else []
-            if peft is not None:
-                taken = [peft.step_ms(adapters)]
-                peft_ms[name] += taken if turn else []
     print(f"{machine.describe()}\n{library.kernel_name()}, {options.shape}, rank {options.rank}")
-    _print_table(ms)
-    if options.peft:
-        print("PEFT")
-        _print_table(peft_ms)
-
-
-def _print_table(ms: dict[str, list[float]]) -> None:
     without = statistics.median(ms["none"])
     for name, taken in ms.items():
         median = statistics.median(taken)

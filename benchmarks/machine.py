@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import resource
 import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,15 @@ def disturbance(before: tuple[float, ...], after: tuple[float, ...]) -> dict[str
     capacity_s = max(1e-9, passed_s * (os.cpu_count() or 1))
     shares = {"others_share": max(0.0, busy_s - ours_s), "steal_share": steal_s}
     return {name: round(seconds / capacity_s, 6) for name, seconds in shares.items()}
+
+
+@contextlib.contextmanager
+def report() -> Iterator[dict[str, Any]]:
+    """What a program measures, which is then printed as JSON: with the machine, and what disturbed it."""
+    before, found = times_s(), {"machine": describe(), "arguments": sys.argv[1:]}
+    yield found
+    found["disturbance"] = disturbance(before, times_s())
+    print(json.dumps(found, indent=2))
 
 
 def _gpu() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.base import Peer, PeerConfig, Sample, Unavailable
+from benchmarks.peers.base import Peer, PeerConfig, Unavailable
 
 # Module and class of each competitor, imported only in its process.
 PEERS = {
@@ -23,10 +23,6 @@ PEERS = {
     "executor": "benchmarks.peers.executor_peer:ExecutorPeer",
     "service": "benchmarks.peers.service_peer:ServicePeer",
     "gateway": "benchmarks.peers.gateway_peer:GatewayPeer",
-    "stall": "benchmarks.peers.stall_peer:StallPeer",
-    "journal": "benchmarks.peers.journal_peer:JournalPeer",
-    "service-loops": "benchmarks.peers.service_loops_peer:ServiceLoopsPeer",
-    "transformers-loops": "benchmarks.peers.transformers_loops_peer:TransformersLoopsPeer",
     "device": "benchmarks.gpu.device_peer:DevicePeer",
 }
 # Timeouts of a call (a prefill of llama.cpp takes half a minute, slow loading longer), and of exit.
@@ -70,11 +66,6 @@ class PeerProcess:
         if isinstance(answer, Unavailable | PeerFailed):
             raise answer
         return answer
-
-    def measure(self, method: str, **arguments: Any) -> dict[str, Sample]:
-        """Calls a measuring method: its samples by the entry's parts; a single sample has the part ''."""
-        found = self.call(method, **arguments)
-        return {"": found} if isinstance(found, Sample) else found
 
     def close(self) -> None:
         """Ends the process, which ends its own children first."""

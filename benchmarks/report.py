@@ -20,7 +20,7 @@ def markdown(result: Result) -> str:
     parts += [f"## {workload['title']}\n\n{_figures(workload)}" for workload in result["workloads"]]
     ratios = _ratios(result, only_with_goal=False)
     if ratios:
-        parts.append(f"## Ratios\n\nOf tokens/s, or of the times where a percentile is named.\n\n{ratios}")
+        parts.append(f"## Ratios\n\nOf tokens/s.\n\n{ratios}")
     parts.append("## Peak memory (VmHWM)\n\n" + _memory(result))
     parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in result["notes"]))
     parts.append("## Versions\n\n" + "\n".join(_version_lines(result)))
@@ -124,7 +124,7 @@ def _figures(workload: WorkloadResult) -> str:
 def _figure_row(figure: Figure) -> _Row:
     if "ms" not in figure:
         return (figure["label"], figure.get("problem", ""), "", "", "", "0", "")
-    tokens_per_s = _number(figure["tokens_per_s"]["p50"]) if "tokens_per_s" in figure else ""
+    tokens_per_s = _number(figure["tokens_per_s"]["p50"])
     reached = share = ""
     if "reached" in figure:
         rate, per_s, of_roof = figure["reached"][:3]
@@ -135,8 +135,6 @@ def _figure_row(figure: Figure) -> _Row:
     if "latency_ms" in figure:
         latency = figure["latency_ms"]
         more.insert(0, f"call p50 {_number(latency['p50'])}, p99 {_number(latency['p99'])} ms")
-    elif not tokens_per_s:
-        more.insert(0, f"p99 {_number(figure['ms']['p99'])} ms")
     rounds = str(figure["rounds"])
     return (figure["label"], _spread(figure["ms"]), tokens_per_s, reached, share, rounds, ", ".join(more))
 
@@ -152,8 +150,7 @@ def _ratios(result: Result, *, only_with_goal: bool) -> str:
 
 
 def _ratio_cells(ratio: Ratio) -> _Row:
-    percentile, goal, found = (ratio[name] for name in ("percentile", "goal", "ratio"))
-    over = ratio["theirs"] + (f" (p{percentile})" if percentile else "")
+    over, goal, found = (ratio[name] for name in ("theirs", "goal", "ratio"))
     if found is None:
         return over, "not measured", "" if goal is None else f"{goal:g}", ""
     if goal is None:

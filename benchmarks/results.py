@@ -31,18 +31,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {f"p{share}": _short(value) for share, value in zip(shares, found, strict=True)}
 
 
-def figure(label: str, entry: Entry, samples: Sequence[Sample], roof: Mapping[str, float]) -> Figure:
+def figure(entry: Entry, samples: Sequence[Sample], roof: Mapping[str, float]) -> Figure:
     """A figure from at least one sample; there is one sample for each round.
 
-    `ms`, and where there are such things `tokens_per_s` and `latency_ms`, are spreads; `reached` is a rate of
-    the roof, what was reached of it, and the share; `more` holds means; `median_ms` is by
-    round.
+    `ms`, `tokens_per_s`, and where calls are no steps `latency_ms`, are spreads; `reached` is a rate of the
+    roof, what was reached of it, and the share; `more` holds means; `median_ms` is by round.
     """
     ns, first = [value for sample in samples for value in sample.ns], samples[0]
     ms = spread([value / 1e6 for value in ns])
-    found: Figure = {"label": label, "peer": entry.peer, "rounds": len(samples), "samples": len(ns), "ms": ms}
-    if first.tokens:
-        found["tokens_per_s"] = spread([first.tokens * 1e9 / value for value in ns])
+    found: Figure = {
+        "label": entry.label,
+        "peer": entry.peer,
+        "rounds": len(samples),
+        "samples": len(ns),
+        "ms": ms,
+        "tokens_per_s": spread([first.tokens * 1e9 / value for value in ns]),
+    }
     latency_ns = [value for sample in samples for value in sample.latency_ns]
     if latency_ns:
         found["latency_ms"] = spread([value / 1e6 for value in latency_ns])
@@ -64,16 +68,9 @@ def ratio(comparison: Comparison, rounds: Mapping[str, Sequence[Sample]]) -> Rat
     ratios = []
     pairs = zip(rounds.get(comparison.ours, ()), rounds.get(comparison.theirs, ()), strict=False)
     for ours, theirs in pairs:
-        mine_ns, other_ns = (
-            np.percentile(sample.ns, comparison.percentile or 50) for sample in (ours, theirs)
-        )
-        if comparison.percentile is None:
-            # If steps produce no tokens, compare steps/s.
-            ratios.append(max(1, ours.tokens) / mine_ns / (max(1, theirs.tokens) / other_ns))
-        else:
-            ratios.append(mine_ns / other_ns)
+        ratios.append(ours.tokens / np.median(ours.ns) / (theirs.tokens / np.median(theirs.ns)))
     found = {"ratio": spread(ratios) if ratios else None, "rounds": len(ratios)}
-    return {name: getattr(comparison, name) for name in ("ours", "theirs", "percentile", "goal")} | found
+    return {name: getattr(comparison, name) for name in ("ours", "theirs", "goal")} | found
 
 
 def name_of(result: Result) -> str:

@@ -24,7 +24,7 @@ class _Contestant:
     """An entry while its workload runs."""
 
     entry: Entry
-    rounds: list[dict[str, Sample]] = field(default_factory=list)
+    rounds: list[Sample] = field(default_factory=list)
     first_tokens: list[int] | None = None
     problem: str = ""
     failed: bool = False
@@ -43,12 +43,11 @@ class _Contestant:
         return None
 
 
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 20
 # A competitor with longer turns is stopped when the next one does not fit into the workload's time.
 _LONG_TURN_S = 10.0
 # A peer's first call makes the files of its model, which for billions of weights takes minutes.
 _PREPARE_TIMEOUT_S = 1800.0
-# Methods of peers that use random prompts: new ones in each round, the same for all peers.
-_OF_NEW_PROMPTS = ("prefill", "score", "loop")
 
 
 class WorkloadRun:
@@ -68,18 +67,16 @@ class WorkloadRun:
         """
         end_s = time.monotonic() + seconds
         self._prepare()
-        if self._workload.warm is not None:
-            for contestant in self._racing():
-                self._turn(contestant, self._workload.warm, seed=1)
-                contestant.turn_s *= self._workload.turn_over_warm
-                contestant.rounds.clear()
-        least, most = self._workload.rounds
-        for index in range(most):
+        for contestant in self._racing():
+            self._turn(contestant, self._workload.warm, seed=1)
+            contestant.turn_s *= self._workload.turn_over_warm
+            contestant.rounds.clear()
+        for index in range(_MOST_ROUNDS):
             began_s = time.monotonic()
             self._stop_slow(end_s - began_s)
             racing = self._racing()
             round_s = sum(contestant.turn_s for contestant in racing)
-            if not racing or (index >= least and began_s + round_s > end_s):
+            if not racing or (index >= _LEAST_ROUNDS and began_s + round_s > end_s):
                 break
             # Alternate the order, so that none always runs first. All have the same prompts in a round.
             for contestant in racing[:: 1 if index % 2 == 0 else -1]:
@@ -96,11 +93,10 @@ class WorkloadRun:
         found |= {"figures": [], "ratios": []}
         rounds: dict[str, list[Sample]] = {}
         for contestant in self._contestants:
-            for part, label in contestant.entry.labels().items():
-                # A contestant that failed has not run in the same rounds as the others.
-                if not contestant.problem:
-                    rounds[label] = [samples[part] for samples in contestant.rounds]
-                found["figures"].append(self._figure(contestant, label, rounds.get(label, []), roof))
+            # A contestant that failed has not run in the same rounds as the others.
+            samples = [] if contestant.problem else contestant.rounds
+            rounds[contestant.entry.label] = samples
+            found["figures"].append(self._figure(contestant, samples, roof))
         found["ratios"] = [ratio(comparison, rounds) for comparison in workload.comparisons]
         return found
 
@@ -111,14 +107,12 @@ class WorkloadRun:
         return [f"{name}: {c.entry.label}: {c.problem}" for c in self._contestants if c.failed]
 
     @staticmethod
-    def _figure(
-        contestant: _Contestant, label: str, samples: list[Sample], roof: Mapping[str, float]
-    ) -> Figure:
+    def _figure(contestant: _Contestant, samples: list[Sample], roof: Mapping[str, float]) -> Figure:
         entry = contestant.entry
         if not samples:
             problem = contestant.problem or "not measured"
-            return {"label": label, "peer": entry.peer, "failed": contestant.failed, "problem": problem}
-        found = figure(label, entry, samples, roof)
+            return {"label": entry.label, "peer": entry.peer, "failed": contestant.failed, "problem": problem}
+        found = figure(entry, samples, roof)
         if contestant.first_tokens:
             found["first_tokens"] = contestant.first_tokens
         return found
@@ -144,13 +138,14 @@ class WorkloadRun:
     def _turn(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> None:
         entry = contestant.entry
         arguments = entry.arguments | arguments
-        if entry.method in _OF_NEW_PROMPTS:
+        if entry.method == "prefill":
+            # New random prompts in each round, the same for all peers.
             arguments |= {"seed": seed}
         began_s = time.monotonic()
-        samples = contestant.attempt(lambda: self._get_peer(entry.peer).measure(entry.method, **arguments))
+        sample = contestant.attempt(lambda: self._get_peer(entry.peer).call(entry.method, **arguments))
         contestant.turn_s = time.monotonic() - began_s
-        if samples is not None:
-            contestant.rounds.append(samples)
+        if sample is not None:
+            contestant.rounds.append(sample)
 
     def _stop_slow(self, left_s: float) -> None:
         """Stops contestants whose long turn does not fit into the time that faster ones leave."""

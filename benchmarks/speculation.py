@@ -19,10 +19,8 @@ and without, and those of a step that verified a draft. Times decide how much is
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -168,8 +166,6 @@ def main() -> None:
     options.cache.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[options.shape]
     flags = ["--quantization", options.quantization] if options.quantization else []
-    before = machine.times_s()
-    found: dict[str, Any] = {"machine": machine.describe(), "arguments": sys.argv[1:]}
     cache, texts = options.cache.resolve(), _TEXTS
     if options.model:
         model, texts = options.model.resolve(), _TEXTS_OF_HEAD
@@ -182,11 +178,9 @@ def main() -> None:
         flags += ["--draft-model", str(draft)]
     else:
         model = make_model(shape, cache)
-    with GatewayProcess(model=str(model), flags=flags) as server:
+    with machine.report() as found, GatewayProcess(model=str(model), flags=flags) as server:
         for name, settings in texts.items():
             found[name] = _compare(server, shape.vocab_size, options, **settings)
-    found["disturbance"] = machine.disturbance(before, machine.times_s())
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ quantiles. That takes seconds for 600 million values; torch takes minutes for bf
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import NormalDist
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,16 +31,32 @@ Bits = NDArray[np.uint16]
 
 
 def make_model(shape: Shape, cache_dir: Path) -> Path:
-    """The directory of the shape's model, which is created atomically if needed."""
+    """The directory of the shape's model, which is created if needed."""
     directory = cache_dir / f"{shape.name}-seed{SEED}-v{_VERSION}"
     if not directory.is_dir():
-        partial = directory.with_name(directory.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
-        _write(partial / MODEL_FILE, _tensors(shape))
-        partial.rename(directory)
+        sizes = _tensors(shape)
+        with new_model(directory, shape, sizes) as file:
+            _draw(file, sizes)
     return directory
+
+
+@contextlib.contextmanager
+def new_model(directory: Path, shape: Shape, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[IO[bytes]]:
+    """Creates a model's directory atomically. The caller writes the tensors to the file, in this order."""
+    header, end = {}, 0
+    for name, size in sizes.items():
+        begin, end = end, end + ELEMENT_BYTES * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of their element size
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_text(json.dumps(shape.hf_config(), indent=2) + "\n")
+    with (partial / MODEL_FILE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        yield file
+    partial.rename(directory)
 
 
 def read_model(directory: Path) -> Iterator[tuple[str, Bits]]:
@@ -77,27 +95,19 @@ def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (hidden,)}
 
 
-def _write(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    header, end = {}, 0
-    for name, size in tensors.items():
-        begin, end = end, end + ELEMENT_BYTES * math.prod(size)
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of their element size
+def _draw(file: IO[bytes], sizes: Mapping[str, tuple[int, ...]]) -> None:
     normal, parts = NormalDist(), 1 << 16
     # The middles of equally likely parts of the standard normal distribution; within +-4.4.
     quantiles = np.array([normal.inv_cdf((i + 0.5) / parts) for i in range(parts)], dtype=np.float32)
     random = np.random.default_rng(SEED)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for size in tensors.values():
-            # Norms are ones. Matrices are scaled so that activations keep their size from layer to layer.
-            table = bfloat16(quantiles * np.float32(size[1] ** -0.5) if size[1:] else np.ones_like(quantiles))
-            left = math.prod(size)
-            while left:
-                count = min(_PART_ELEMENTS, left)
-                table[random.integers(0, parts, count, dtype=np.uint16)].tofile(file)
-                left -= count
+    for size in sizes.values():
+        # Norms are ones. Matrices are scaled so that activations keep their size from layer to layer.
+        table = bfloat16(quantiles * np.float32(size[1] ** -0.5) if size[1:] else np.ones_like(quantiles))
+        left = math.prod(size)
+        while left:
+            count = min(_PART_ELEMENTS, left)
+            table[random.integers(0, parts, count, dtype=np.uint16)].tofile(file)
+            left -= count
 
 
 def bfloat16(values: NDArray[np.float32]) -> Bits:

@@ -12,40 +12,13 @@ TRANSFORMERS = "transformers"
 LLAMA_CPP = "llama.cpp"
 EXECUTOR = "Quire, in process"
 SERVICE = "Quire, service"
-BY_HAND = "transformers, by hand"
 CALLERS = "Quire, 32 callers, unary"
 SESSIONS = "Quire, 32 callers, Session"
 
 _PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp", EXECUTOR: "executor", SERVICE: "service"}
-# Values of --max-mixed-prefill-tokens. 0: adaptive, which is the default.
-_STALL_BUDGETS = (16, 64, 512, 0)
-_EXECUTE_STEPS = 32
 # Rows of the same names with these formats behind them: both serve one GGUF file.
 QUANTISED = "quantised"
 _FORMATS = ("q8_0", "q4_0", "q4_k_m")
-# Decoding loops in the client: titles and sizes, by the names that the peers use.
-_LOOPS: dict[str, tuple[str, dict[str, int]]] = {
-    "greedy": ("a greedy text", {"context": 128, "tokens": 32}),
-    "chats": (
-        "eight callers, each with a greedy text (by hand: one batch of equal lengths)",
-        {"chats": 8, "context": 128, "tokens": 32},
-    ),
-    "samples": (
-        "eight samples behind one prompt, with log-probabilities",
-        {"samples": 8, "context": 256, "tokens": 24},
-    ),
-    "beams": ("beam search, four beams", {"beams": 4, "context": 256, "tokens": 24}),
-    "choices": ("four choices scored behind a context", {"choices": 4, "context": 512, "tokens": 5}),
-    "drafts": (
-        "drafts of four tokens, of which three are right",
-        {"context": 128, "steps": 12, "width": 4, "right": 3},
-    ),
-    "attempts": (
-        "an agent that asks and takes it back, four times",
-        {"attempts": 4, "context": 512, "tokens": 12},
-    ),
-    "masked": ("a set of 1,000 tokens for each token", {"context": 128, "tokens": 24, "allowed": 1000}),
-}
 
 
 def all_workloads(shape: Shape) -> list[Workload]:
@@ -58,12 +31,7 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _decode(shape, 8, 1024, steps=8, share=2.0),
         _prefill(shape, 1, share=1.0),
         _prefill(shape, 8, share=3.0),
-        _execute(shape),
-        _score(),
-        *map(_loop, _LOOPS),
         _gateway(),
-        *(_stall(budget) for budget in _STALL_BUDGETS),
-        _journal(),
         *(workload for form in _FORMATS for workload in _quantised(shape, form)),
     ]
 
@@ -142,73 +110,10 @@ def _quantised(shape: Shape, form: str) -> list[Workload]:
                 if entry.label in (LLAMA_CPP, SERVICE)
             ],
             comparisons=[Comparison(SERVICE, LLAMA_CPP, goal)],
-            optional=True,
             group=QUANTISED,
         )
         for row, goal in rows
     ]
-
-
-def _execute(shape: Shape) -> Workload:
-    """Execute: in one call, and as independent callers."""
-    # Long texts, because prompts are computed in the same steps as the first tokens of others.
-    base = _decode(shape, 32, 128, steps=_EXECUTE_STEPS, share=2.0)
-    entries = [entry for entry in base.entries if entry.label in (EXECUTOR, SERVICE)]
-    calls = {"Execute, 32 items": 1, "Execute, 32 callers": 32}
-    service = entries[-1]
-    entries += [
-        replace(service, label=label, method="execute", arguments={"steps": _EXECUTE_STEPS, "calls": number})
-        for label, number in calls.items()
-    ]
-    comparisons = [Comparison(label, theirs, 0.95) for label in calls for theirs in (EXECUTOR, SERVICE)]
-    return replace(
-        base,
-        name="execute",
-        title="Execute, 32 sequences, context 128",
-        entries=entries,
-        comparisons=comparisons,
-        optional=True,
-    )
-
-
-def _score() -> Workload:
-    """Four choices of five tokens after a context of 1,000, as in evaluations."""
-    arguments = {"context_tokens": 1000, "choices": 4, "tokens": 5}
-    ways = {
-        "BatchForward from the choice on": "batch",
-        "Prefill, ForkCache, ForwardVerify": "forks",
-        "Forward of each, whole": "whole",
-    }
-    batch, forks, whole = ways
-    return Workload(
-        name="score",
-        title="four choices of 5 tokens behind a context of 1,000",
-        unit="task",
-        entries=[Entry(label, "service", "score", arguments | {"how": how}) for label, how in ways.items()],
-        comparisons=[Comparison(batch, forks, 0.77), Comparison(batch, whole)],
-        warm={},
-        rounds=(3, 12),
-        optional=True,
-    )
-
-
-def _loop(name: str) -> Workload:
-    """Loops over the service compared with hand-written loops over transformers."""
-    title, sizes = _LOOPS[name]
-    arguments = {"name": name, "sizes": sizes}
-    peers = {SERVICE: "service-loops", BY_HAND: "transformers-loops"}
-    return Workload(
-        name=f"loop-{name}",
-        title=title,
-        unit="loop",
-        entries=[
-            Entry(label, peer, "loop", arguments, ours=label == SERVICE) for label, peer in peers.items()
-        ],
-        comparisons=[Comparison(SERVICE, BY_HAND)],
-        warm={},
-        rounds=(3, 9),
-        optional=True,
-    )
 
 
 def _prefill(shape: Shape, batch: int, *, share: float) -> Workload:
@@ -263,48 +168,4 @@ def _gateway() -> Workload:
         comparisons=comparisons,
         share=2.0,
         warm={"steps": 5},
-    )
-
-
-def _stall(budget: int) -> Workload:
-    name = str(budget or "learnt")
-    return Workload(
-        name=f"stall-{name}",
-        title=f"decoding beside a prompt of 4096 tokens, --max-mixed-prefill-tokens {name}",
-        unit="token",
-        entries=[
-            Entry(
-                "gap",
-                "stall",
-                "stall",
-                {"budget": budget},
-                parts=("alone", "beside the prompt", "the prompt"),
-            )
-        ],
-        comparisons=[
-            Comparison("gap: beside the prompt", "gap: alone", percentile=percentile)
-            for percentile in (50, 90, 99)
-        ],
-        rounds=(1, 3),
-        optional=True,
-    )
-
-
-def _journal() -> Workload:
-    """The cost of the journal: a call of 32, and 32 independent callers."""
-    modes = {"BatchDecode of 32": "batch", "unary, 32 callers": "unary"}
-    return Workload(
-        name="journal",
-        title="decode, 32 sequences, with a journal in memory and on the disk",
-        unit="step",
-        entries=[
-            Entry(f"{kind}: {name}", "journal", "decode", {"steps": 8, "journal": kind, "mode": mode})
-            for name, mode in modes.items()
-            for kind in ("memory", "disk")
-        ],
-        comparisons=[Comparison(f"disk: {name}", f"memory: {name}", 0.97) for name in modes],
-        share=1.5,
-        prepare=("prepare_decode", {"batch": 32, "context_tokens": 128}),
-        warm={"steps": 2},
-        optional=True,
     )

@@ -97,8 +97,8 @@ class Sample:
 class Peer:
     """A competitor. It implements only the methods that its entries use.
 
-    The entries of a plan name its methods. One that measures returns a Sample, or Samples by the entry's
-    parts. One that prepares may return the first tokens of the first sequence, to compare competitors by.
+    The entries of a plan name its methods. One that measures returns a Sample. One that prepares may return
+    the first tokens of the first sequence, to compare competitors by.
     """
 
     def versions(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 import uvloop
-from quire.v1 import executor_pb2_grpc, runner_pb2_grpc
+from quire.v1 import executor_pb2_grpc
 
 from benchmarks import drivers
 from benchmarks.gateway_process import CHANNEL_OPTIONS, GatewayProcess
@@ -29,7 +29,6 @@ class GrpcPeer(Peer):
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._channels: list[grpc.aio.Channel] = []
         self.stub = self.connect(self.gateway.address)
-        self.runner_stub: drivers.RunnerStub = runner_pb2_grpc.ModelRunnerServiceStub(self._channels[-1])
 
     def versions(self) -> dict[str, str]:
         return {name: version(name) for name in ("quire-llm-server", "grpcio", "protobuf", "uvloop")}

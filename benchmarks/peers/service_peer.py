@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 from quire.v1 import executor_pb2
@@ -19,8 +19,8 @@ PAGE_TOKENS = 16
 class ServicePeer(GrpcPeer):
     """Greedy, without log-probabilities, every step fenced by its position. Prompts differ."""
 
-    def __init__(self, config: PeerConfig, more_flags: Sequence[str] = ()) -> None:
-        flags = [*more_flags, "--threads-per-worker", str(config.threads), "--kv-pages", str(config.kv_pages)]
+    def __init__(self, config: PeerConfig) -> None:
+        flags = ["--threads-per-worker", str(config.threads), "--kv-pages", str(config.kv_pages)]
         model = config.gguf_file() if config.quantised else config.model_dir()
         super().__init__(config, str(model), flags)
         self._shape, self._vocab_size = config.shape, config.shape.vocab_size
@@ -46,10 +46,6 @@ class ServicePeer(GrpcPeer):
         finally:
             self.run(drivers.rewind_callers(self.stub, self._callers))
 
-    def execute(self, steps: int, calls: int) -> Sample:
-        """The same sequences by Execute, in this many calls. Their prompts are in the prefix cache."""
-        return self._counted(drivers.execute(self.runner_stub, self._prompts, steps, calls))
-
     def _counted(self, turn: Coroutine[Any, Any, Sample]) -> Sample:
         """A turn, with the mean number of sequences in a step of the worker."""
         before = self.gateway.status().workers[0].counts
@@ -58,16 +54,6 @@ class ServicePeer(GrpcPeer):
         items = after.batch_items - before.batch_items
         sample.more = {"batch": items / max(1, after.steps - before.steps)}
         return sample
-
-    def score(self, context_tokens: int, choices: int, tokens: int, seed: int, how: str) -> Sample:
-        """The time to score choices after a new context."""
-        # Each way has its own contexts, because those of another would be in the prefix cache.
-        ways = ("whole", "batch", "forks")
-        sizes = context_tokens + choices * tokens
-        (drawn,) = prompts(self._vocab_size, 1, sizes, len(ways) * seed + ways.index(how))
-        context, rest = drawn[:context_tokens], drawn[context_tokens:]
-        parts = [rest[at : at + tokens] for at in range(0, len(rest), tokens)]
-        return self.run(drivers.score_choices(self.stub, context, parts, how))
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         return self.run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))

@@ -8,8 +8,7 @@ sums have another order.
 No launch depends on the lengths of contexts, neither on the device nor on the host, so a CUDA graph that was
 captured with short contexts is correct for long ones.
 
-Dimension letters: T tokens; N items; H query heads; K key-value heads; D width of a key; V width of a value;
-S tokens per page.
+Dimension letters: T tokens; N items; H query heads; D width of a key; V width of a value; S tokens per page.
 """
 
 from __future__ import annotations
@@ -56,21 +55,13 @@ def paged_attention(
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """Attend every item to its own sequence. Checks nothing: see `kernels.paged_attention.paged_attention`.
+    """The attention of every item, with arguments as in `kernels.paged_attention.paged_attention`, checked.
+
+    `query` may have any strides but the last, which is 1; S is a power of two, and rows of page tables are
+    contiguous. Returns a new tensor [T, H, V] of its dtype, in which items without context have zeros.
 
     Without `batch_invariant` the bits of an item's rows depend on how many items of one token come first, on
     their lengths and on the width of the page tables, which decide the parts, but on nothing in the others.
-
-    Args:
-        query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
-        k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
-        v_pages: [pages, S, K, V] contiguous; dtype of query. Or the first elements of the keys, with K = 1.
-        batch: Rows and pages of the items, on the device of query; rows of page_tables are contiguous.
-        scoring: How scores become weights.
-        batch_invariant: The bits of a row must depend on its sequence only.
-
-    Returns:
-        A new contiguous tensor [T, H, V] with the dtype of query. Rows of items without context are zeros.
     """
     shape = (*query.shape[:2], v_pages.shape[3])
     out = torch.empty(shape, dtype=query.dtype, device=query.device)  # [T, H, V]

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import random
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -343,14 +343,3 @@ class Traffic:
 
     def _tokens(self, count: int) -> list[int]:
         return self.rng.choices(range(1000), k=count)
-
-
-def caches_of(records: Sequence[Record]) -> list[int]:
-    """The caches that records create, change or fork."""
-    numbers = []
-    for record in records:
-        if isinstance(record, CacheForked):
-            numbers += [record.parent, *(child.number for child in record.children)]
-        elif not isinstance(record, ValueStored):
-            numbers.append(record.number)
-    return numbers

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.uninstalled import make_runnable
 from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
 from tests.gpu.test_executor import random_tokens
+from tests.gpu.uninstalled import make_runnable
 from tests.kernels.conftest import INTERPRETED
 from tests.model_factory import TinyModel, make_model
 

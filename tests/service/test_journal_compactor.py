@@ -10,8 +10,8 @@ from itertools import chain
 import pytest
 
 from service.caches.ledger import Ledger
-from service.caches.records import CacheForked, CacheRestated, Child, Record
-from service.extensions.conformance import Traffic, appended, caches_of, created, facts
+from service.caches.records import CacheForked, CacheRestated, Child, Record, ValueStored
+from service.extensions.conformance import Traffic, appended, created, facts
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
 
@@ -105,6 +105,17 @@ class Bench:
                 self.ledger.apply(record)
 
         self.journal.commit(records, committed)
+
+
+def caches_of(records: Sequence[Record]) -> list[int]:
+    """The caches that records create, change or fork."""
+    numbers = []
+    for record in records:
+        if isinstance(record, CacheForked):
+            numbers += [record.parent, *(child.number for child in record.children)]
+        elif not isinstance(record, ValueStored):
+            numbers.append(record.number)
+    return numbers
 
 
 def test_all_caches_are_recovered_at_any_moment() -> None:

@@ -71,7 +71,7 @@ class QuireCollector(Collector):
     """Reads the figures. Runs on the event loop."""
 
     def __init__(self, parts: GatewayParts, figures: Figures) -> None:
-        self._of = parts
+        self._parts = parts
         self._figures = figures
         self._totals = Totals()
         # Notes the last counts of a worker that has died.
@@ -92,9 +92,9 @@ class QuireCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         """What vLLM has by the same names."""
-        appends, shards = self._figures.appends, self._of.shards()
+        appends, shards = self._figures.appends, self._parts.shards()
         counts, first = shards[0].caches.parts.context.counts, shards[0].versions.first_ready
-        running, waiting = running_and_waiting(self._of)
+        running, waiting = running_and_waiting(self._parts)
         served = (slot for shard in shards for slot in shard.versions.slots)
         pools = [slot.snapshot.pool for slot in served if slot.state == _READY]
         total = sum(pool.pages_total for pool in pools)
@@ -134,9 +134,9 @@ class QuireCollector(Collector):
         yield _histogram("grpc_server_handling_seconds", text, figures.calls.seconds, *_CALL)
 
     def _gateway(self) -> Iterator[Metric]:
-        state, figures, home = self._of.state, self._figures, self._of.shards()[0]
-        caches = [shard.caches for shard in self._of.shards()]
-        connections = {("openai",): self._of.num_http_connections()}
+        state, figures, home = self._parts.state, self._figures, self._parts.shards()[0]
+        caches = [shard.caches for shard in self._parts.shards()]
+        connections = {("openai",): self._parts.num_http_connections()}
         if state.connections is not None and state.connections.count is not None:
             connections[("grpc",)] = state.connections.count
         states = _one_hot(executor_pb2.ServerState, "SERVER_STATE_", state.state)
@@ -148,7 +148,7 @@ class QuireCollector(Collector):
         yield _gauge("quire_caches", "Caches.", sum(map(len, caches)))
         yield _gauge("quire_operations_in_flight", "Operations in all.", in_flight)
         yield _gauge("quire_operations_parked", "Those that wait for a worker or pages.", parked)
-        running = sum(shard.runner.executions.num_unfinished for shard in self._of.shards())
+        running = sum(shard.runner.executions.num_unfinished for shard in self._parts.shards())
         yield _gauge("quire_executions_running", "Executions with unfinished samples.", running)
         yield _gauge("quire_sessions", "Open Sessions and other streams.", state.receiver.streams)
         yield _gauge("quire_connections", "Open connections.", connections, "port")
@@ -165,7 +165,7 @@ class QuireCollector(Collector):
         replayed = home.caches.parts.context.counts["replayed_tokens"]
         yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
         breakers = {}
-        for runtime in self._of.runner.router.runtimes[1:]:
+        for runtime in self._parts.runner.router.runtimes[1:]:
             breaker = _one_hot(runner_pb2.BreakerState, "BREAKER_STATE_", runtime.describe().breaker)
             breakers.update({(runtime.name, label): value for label, value in breaker.items()})
         text = "1 for the current state of a provider's circuit breaker."
@@ -175,7 +175,7 @@ class QuireCollector(Collector):
 
     def _count(self) -> None:
         sources: dict[Hashable, tuple[str, Mapping[str, int]]] = {}
-        for slot in self._of.slots():
+        for slot in self._parts.slots():
             # Epochs are numbers of a shard, and a worker belongs to one.
             index = str(slot.index)
             sources[index, slot.epoch] = index, _values(slot.snapshot, _WORKER_COUNTS)
@@ -185,12 +185,12 @@ class QuireCollector(Collector):
 
     def _workers(self) -> Iterator[Metric]:
         self._count()
-        slots = [(str(slot.index), slot) for slot in self._of.slots()]
+        slots = [(str(slot.index), slot) for slot in self._parts.slots()]
         ready = _summed((index, slot.state == _READY) for index, slot in slots)
         yield _gauge("quire_worker_ready", "Workers of this slot that serve.", ready, "worker")
         epochs = {index: slot.epoch for index, slot in sorted(slots, key=lambda one: one[1].epoch)}
         yield _gauge("quire_worker_epoch", "Number of the last start.", epochs, "worker")
-        starts = {str(index): count for index, count in self._of.shards()[0].versions.starts.items()}
+        starts = {str(index): count for index, count in self._parts.shards()[0].versions.starts.items()}
         yield _counter("quire_worker_starts", "Starts, also with other weights.", starts, "worker")
         for name, (path, text) in _WORKER_GAUGES.items():
             scale = 1e-9 if path.endswith("_ns") else 1
@@ -207,23 +207,23 @@ class QuireCollector(Collector):
             yield _counter(name, text, {index: counts[name] for index, counts in totals.items()}, "worker")
 
     def _adapters(self) -> Iterator[Metric]:
-        slots, first = self._of.slots(), self._of.shards()[0].versions.first_ready
+        slots, first = self._parts.slots(), self._parts.shards()[0].versions.first_ready
         known = [(str(slot.index), one) for slot in slots for one in slot.snapshot.lora_adapters]
         none = [(str(slot.index), 0) for slot in slots]
         resident = _summed([*none, *((index, one.resident) for index, one in known)])
         yield _gauge("quire_adapters_resident", "Adapters in its memory.", resident, "worker")
-        yield _gauge("quire_adapters", "Versions of adapters.", sum(1 for _ in self._of.adapters))
+        yield _gauge("quire_adapters", "Versions of adapters.", sum(1 for _ in self._parts.adapters))
         lists = {}
         if first is not None and first.executor.supports_lora:
             running = self._shared(one.version for _, one in known if one.resident)
             waiting = self._shared(one.version for _, one in known if one.waiting)
-            lists[str(self._of.state.config.max_lora_adapters), running, waiting] = time.time()
+            lists[str(self._parts.state.config.max_lora_adapters), running, waiting] = time.time()
         labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
         yield _gauge("quire_lora_requests_info", "Adapters of all tenants; the time.", lists, *labels)
 
     def _shared(self, versions: Iterable[int]) -> str:
         """The ids of adapters that all tenants can use."""
-        found = (self._of.adapters.get(version) for version in set(versions))
+        found = (self._parts.adapters.get(version) for version in set(versions))
         ids = sorted(one.adapter_id for one in found if one is not None and one.tenant is None)
         return ",".join(ids[:_MOST_NAMES])
 

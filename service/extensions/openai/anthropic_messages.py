@@ -8,20 +8,12 @@ from typing import Any
 
 from quire.v1 import runner_pb2
 
-from service.extensions.openai.choices import Choice
+from service.extensions.openai.choices import CALL, TEXT, THOUGHTS, Block, Choice
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.item_fields import MAX_ID
 from service.extensions.openai.messages import MAX_TOOLS, text_of
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
-from service.extensions.openai.translated import (
-    CALL,
-    TEXT,
-    THOUGHTS,
-    Block,
-    BlocksResponse,
-    as_chat,
-    blocks_of,
-)
+from service.extensions.openai.translated import BlocksResponse, as_chat
 from service.text import bounded_json
 from service.text.bounded_json import MAX_MESSAGES
 
@@ -222,8 +214,8 @@ class MessageResponse(BlocksResponse):
 
     def _body(self) -> dict[str, Any]:
         (choice,) = self._choices.values()
-        blocks = blocks_of(choice)
-        return {"content": [_content(block, is_whole=True) for block in blocks], **_end(choice)}
+        content = [_content(block, is_whole=True) for block in choice.blocks.all]
+        return {"content": content, **_end(choice)}
 
     def _begin_events(self) -> Iterator[dict[str, Any]]:
         end = {"stop_reason": None, "stop_sequence": None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.v1 import runner_pb2
 
@@ -17,15 +17,86 @@ _FINISH = {
     runner_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
     runner_pb2.FINISH_REASON_CANCELLED: "stop",
 }
+THOUGHTS, TEXT, CALL = "thoughts", "text", "call"
 
 
-@dataclass(slots=True)
-class Call:
-    """A tool call, whose arguments are in pieces."""
+@dataclass(eq=False, slots=True)
+class Block:
+    """A stretch of thoughts or text, or a call; its text or arguments are in pieces.
 
-    id: str
-    name: str
-    arguments: list[str] = field(default_factory=list)
+    Attributes:
+        is_cut: Whether the answer's end has cut it off, or it is a call that has turned out to be malformed.
+    """
+
+    kind: str
+    index: int
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+# What happens to a block: "begin", "end", or that it gets a text ("delta").
+Event: TypeAlias = tuple[str, Block, str]
+
+
+class Blocks:
+    """The blocks of an answer, one open at a time."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._is_open = False
+        # By their numbers in the answer. Providers may send arguments of several in turns.
+        self._calls: dict[int, Block] = {}
+
+    def add(self, parts: list[Part]) -> list[Event]:
+        """Adds what belongs to a stream. Returns what happens to which block."""
+        events: list[Event] = []
+        for part in parts:
+            if part.begun:
+                events += self._begin(CALL, *part.begun)
+                self._calls[part.index] = self.all[-1]
+            elif part.content or part.thoughts:
+                kind = TEXT if part.content else THOUGHTS
+                if not (self._is_open and self.all[-1].kind == kind):
+                    events += self._begin(kind)
+            elif part.broken:
+                self._calls[part.index].is_cut = True
+            if text := part.content or part.thoughts or part.arguments:
+                block = self._calls[part.index] if part.arguments else self.all[-1]
+                block.texts.append(text)
+                events.append(("delta", block, text))
+        return events
+
+    def keep(self, parts: list[Part]) -> None:
+        """Adds what belongs to a response in one piece, where malformed calls are text."""
+        for part in parts:
+            if part.broken:
+                self.all.remove(self._calls[part.index])
+                self._is_open = bool(self.all)
+            self.add([Part(content=part.broken) if part.broken else part])
+
+    def end(self, *, is_cut: bool = False) -> list[Event]:
+        """Ends the open block, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        self.all[-1].is_cut |= is_cut
+        return [("end", self.all[-1], "")]
+
+    def texts(self, kind: str) -> list[str]:
+        """The pieces of all blocks of a kind."""
+        return [text for block in self.all if block.kind == kind for text in block.texts]
+
+    def _begin(self, kind: str, call_id: str = "", name: str = "") -> list[Event]:
+        ended = self.end()
+        self._is_open = True
+        self.all.append(Block(kind, len(self.all), call_id, name))
+        return [*ended, ("begin", self.all[-1], "")]
 
 
 class Choice:
@@ -46,11 +117,10 @@ class Choice:
         self.waiting: list[dict[str, Any]] = []
         self.experts: list[bytes] = []
         self.has_begun = False
-        # Of a response in one piece: serialized chunks, and the parts of a chat.
+        # Of a response in one piece: serialized chunks.
         self.chunks_data: list[bytes] = []
-        self.content: list[str] = []
-        self.thoughts: list[str] = []
-        self.calls: dict[int, Call] = {}
+        # Of a chat in one piece, and of the APIs that have blocks.
+        self.blocks = Blocks()
 
     def parts(self, chunk: runner_pb2.SampleChunk) -> list[Part]:
         """The parts of a chunk, in their order. With the last one, also sets the reason of the end."""
@@ -72,20 +142,6 @@ class Choice:
         thoughts = [Part(thoughts=chunk.reasoning_content)] if chunk.reasoning_content else []
         content = [Part(content=chunk.text)] if chunk.text else []
         return [*thoughts, *open_calls, *content, *new_calls]
-
-    def keep(self, parts: list[Part]) -> None:
-        """Keeps the parts of a chat for a response in one piece, where malformed calls are content."""
-        for part in parts:
-            if part.thoughts:
-                self.thoughts.append(part.thoughts)
-            elif part.begun:
-                self.calls[part.index] = Call(*part.begun)
-            elif part.arguments:
-                self.calls[part.index].arguments.append(part.arguments)
-            else:
-                if part.broken:
-                    del self.calls[part.index]
-                self.content.append(part.content + part.broken)
 
     def chunks(self) -> Iterator[runner_pb2.SampleChunk]:
         """Those that were stored."""

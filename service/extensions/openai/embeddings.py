@@ -66,7 +66,7 @@ class EmbeddingHandler:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
-        async with self.body_reader.read(Request(scope, receive)) as value:
+        async with self.body_reader.read(Request(scope, receive)) as (value, _):
             await until_disconnected(receive, self._handle(value, send))
 
     async def _handle(self, value: object, send: Send) -> None:

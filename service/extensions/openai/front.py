@@ -79,39 +79,45 @@ class OpenAiFront(Extension):
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
     def _routes(self, parts: GatewayParts) -> list[GuardedRoute]:
-        is_processed = self._logprobs_mode == "processed_logprobs"
         form = self._experts_form
-        of_tokens = functools.partial(generate, is_processed=is_processed, experts_form=form)
         max_bytes = self._state.config.max_request_bytes
         completion = functools.partial(requests.completion, experts_form=form, max_bytes=max_bytes)
         chat = functools.partial(requests.chat, experts_form=form)
-        text = parts.text
-        shared = parts.runner.executions, self._models, self._state, text, self.bodies, parts.api.Forward
-        by_tokens = GenerateResponse, False
-        tokens = Tokens(self._models, self._state, text)
-        of_texts = self._state, text, parts.api.BatchForward
-        embedder, cross_encoder = Embedder(*of_texts), CrossEncoder(*of_texts)
-        comparing = {
-            "/v1/embeddings": embeddings,
-            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
-            **dict.fromkeys(("/score", "/v1/score"), score),
-        }
+        is_processed = self._logprobs_mode == "processed_logprobs"
+        of_tokens = functools.partial(generate, is_processed=is_processed, experts_form=form)
         stored = StoredResponses()
+        completing = functools.partial(
+            CompletionHandler,
+            executions=parts.runner.executions,
+            models=self._models,
+            state=self._state,
+            text=parts.text,
+            body_reader=self.bodies,
+            forward=parts.api.Forward,
+        )
+        of_texts = self._state, parts.text, parts.api.BatchForward
+        comparing = functools.partial(
+            EmbeddingHandler,
+            models=self._models,
+            state=self._state,
+            embedder=Embedder(*of_texts),
+            cross_encoder=CrossEncoder(*of_texts),
+            body_reader=self.bodies,
+        )
+        tokens = Tokens(self._models, self._state, parts.text)
         posted: dict[str, Callable[..., Any]] = {
-            "/v1/completions": CompletionHandler(completion, *shared),
-            "/v1/chat/completions": CompletionHandler(chat, *shared),
-            "/inference/v1/generate": CompletionHandler(of_tokens, *shared, *by_tokens),
-            MESSAGES: CompletionHandler(messages, *shared, MessageResponse),
-            RESPONSES: CompletionHandler(
+            "/v1/completions": completing(completion),
+            "/v1/chat/completions": completing(chat),
+            "/inference/v1/generate": completing(of_tokens, response=GenerateResponse, needs_text=False),
+            MESSAGES: completing(messages, response=MessageResponse),
+            RESPONSES: completing(
                 functools.partial(responses, stored=stored),
-                *shared,
-                ResponsesResponse,
+                response=ResponsesResponse,
                 earlier=functools.partial(earlier_messages, stored=stored),
             ),
-            **{
-                path: EmbeddingHandler(parse, self._models, self._state, embedder, cross_encoder, self.bodies)
-                for path, parse in comparing.items()
-            },
+            "/v1/embeddings": comparing(embeddings),
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), comparing(rerank)),
+            **dict.fromkeys(("/score", "/v1/score"), comparing(score)),
             "/tokenize": BodyHandler(tokens.tokenize, self.bodies),
             "/detokenize": BodyHandler(tokens.detokenize, self.bodies),
             f"{MESSAGES}/count_tokens": BodyHandler(tokens.count, self.bodies),

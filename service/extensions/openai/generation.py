@@ -74,20 +74,23 @@ class CompletionHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         request = Request(scope, receive)
-        async with self.body_reader.read_with(request, self.earlier) as (value, earlier, body):
+        async with self.body_reader.read(request) as (value, body):
             parsed = [value]
             del value
-            await until_disconnected(receive, self._handle(parsed, earlier, body, scope, send))
+            await until_disconnected(receive, self._handle(parsed, body, scope, send))
 
-    async def _handle(self, parsed: list[object], earlier: Any, body: Body, scope: Scope, send: Send) -> None:
+    async def _handle(self, parsed: list[object], body: Body, scope: Scope, send: Send) -> None:
         """`parsed`: the value, which is taken from it: Python's numbers take many times their bytes."""
         (value,) = parsed
+        going_on = {}
+        if data := self.earlier(value):
+            body.hold(len(data))
+            going_on["earlier"] = await self.body_reader.parse(bytearray(data))
         if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
             await self.state.first_worker(None)
-        going_on = {"earlier": earlier} if earlier else {}
         completion_request = self.parse(value, self._resolve, **going_on)
         parsed.clear()
-        del value
+        del value, going_on
         body.hold(completion_request.copied_bytes)
         try:
             await self._answer(completion_request, scope, send)

@@ -65,14 +65,14 @@ class ItemField:
 
     Attributes:
         name: In its object.
-        of: The field of an item that it sets, or the message whose fields it sets.
+        target: The field of an item that it sets, or the message whose fields it sets.
         set: None: the route does, since it takes more than an item and this value.
         also: Further fields of an item that errors can name for it.
         parent: With its dot, the path of its object in the request.
     """
 
     name: str
-    of: str
+    target: str
     set: SetField | None
     also: tuple[str, ...] = ()
     parent: str = ""
@@ -98,11 +98,11 @@ def param_of(field: str, *tables: Sequence[ItemField]) -> str:
     """The field of the request that an error names by a field of an item. The first table that knows it."""
     path = _BEFORE.sub("", field)
     for table in tables:
-        places = [(of, one) for one in table for of in (one.of, *one.also)]
+        targets = [(target, one) for one in table for target in (one.target, *one.also)]
         # The longest one says most.
-        for of, one in sorted(places, key=lambda place: len(place[0]), reverse=True):
-            rest = path.removeprefix(of)
-            if path.startswith(of) and rest[:1] in ("", ".", "["):
+        for target, one in sorted(targets, key=lambda each: len(each[0]), reverse=True):
+            rest = path.removeprefix(target)
+            if path.startswith(target) and rest[:1] in ("", ".", "["):
                 # Entries of a list are the same in both; fields of a message are not.
                 inner = rest.replace(".arguments_json", ".function.arguments") if rest[:1] == "[" else ""
                 return f"{one.parent}{one.name}{inner}"
@@ -119,46 +119,48 @@ def renamed(path: str, names: Mapping[str, str]) -> str:
 # How fields are set.
 
 
-def plain(name: str, of: str, check: Callable[..., Any], *bounds: int) -> ItemField:
-    """A field whose value, checked by a function of `fields`, becomes that of the item."""
-    *parents, last = of.split(".")
+def plain(
+    name: str, target: str, check: Callable[..., Any], *bounds: int, also: tuple[str, ...] = ()
+) -> ItemField:
+    """A field whose value, checked by a function of `fields`, becomes that of the item; a list is added."""
+    *parents, last = target.split(".")
 
     def set_it(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-        setattr(functools.reduce(getattr, parents, item), last, check(value, path, *bounds))
+        message, checked = functools.reduce(getattr, parents, item), check(value, path, *bounds)
+        if isinstance(checked, list):
+            getattr(message, last).extend(checked)
+        else:
+            setattr(message, last, checked)
 
-    return ItemField(name, of, set_it)
+    return ItemField(name, target, set_it, also)
 
 
 def _sampling(setting: Setting) -> ItemField:
-    of = f"sampling.{setting.name}"
+    target = f"sampling.{setting.name}"
     if setting.type is float:
-        return plain(setting.name, of, number)
+        return plain(setting.name, target, number)
 
     def limit(value: object, path: str) -> int:
         # In other servers -1 means no limit, as 0 does here.
         return max(0, integer(value, path, -1, int(setting.maximum)))
 
-    return plain(setting.name, of, limit)
+    return plain(setting.name, target, limit)
 
 
 def _seed(value: object, path: str) -> int:
     return integer(value, path, -_SEEDS // 2, _SEEDS - 1) % _SEEDS
 
 
-def _set_stop(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    item.stop.extend([string(value, path)] if isinstance(value, str) else strings(value, path, MAX_STOPS))
+def _stops(value: object, path: str) -> list[str]:
+    return [string(value, path)] if isinstance(value, str) else strings(value, path, MAX_STOPS)
 
 
-def _set_stop_ids(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    item.stop_token_ids.extend(token_ids(array(value, path, _MAX_STOP_IDS), path))
+def _stop_ids(value: object, path: str) -> list[int]:
+    return token_ids(array(value, path, _MAX_STOP_IDS), path)
 
 
-def _set_bad_words(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    item.bad_words.extend(strings(value, path, MAX_BAD_WORDS))
-
-
-def _set_special(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    item.special_tokens_in_text = not boolean(value, path)
+def _negated(value: object, path: str) -> bool:
+    return not boolean(value, path)
 
 
 def _set_salt(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
@@ -186,10 +188,6 @@ def _set_documents(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
         _set_variables(item, {"documents": value}, path)
 
 
-def _set_generation_prompt(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    item.chat.omit_generation_prompt = not boolean(value, path)
-
-
 def _set_prediction(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     """What is predicted repeats the prompt in all but a few places, so that drafts come from there."""
     fields = Fields(value, path)
@@ -212,10 +210,6 @@ def _set_bias(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 def _set_logprobs(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     """Of completions: how many alternatives to each token there are."""
     item.logprobs, item.top_logprobs = True, integer(value, path, 0, MAX_TOP_LOGPROBS)
-
-
-def _set_messages(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    item.chat.messages.extend(parse_messages(value, path))
 
 
 def _set_tools(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
@@ -272,6 +266,7 @@ def _set_format(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 
 def _set_constraint(item: runner_pb2.ExecuteItem, path: str, **kind: str) -> None:
+    """Of this kind; without one it is only checked that there is no other."""
     if item.HasField("constraint"):
         raise bad_field(path, "is one constraint too many: only one can be")
     for name, text in kind.items():
@@ -328,8 +323,7 @@ def _set_structured(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None
 
 def _set_allowed(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     allowed = array(value, path, _MAX_ALLOWED_IDS)
-    if item.HasField("constraint"):
-        raise bad_field(path, "is one constraint too many: only one can be")
+    _set_constraint(item, path)
     if not allowed:
         raise InvalidArgument("BAD_MASK", path, "no token is allowed")
     item.constraint.mask.allowed.ids.extend(token_ids(allowed, path))
@@ -357,14 +351,14 @@ def _json(value: object, field: str) -> str:
 _MAX_TOKENS = plain("max_tokens", "max_tokens", integer, 1, MAX_ID)
 _COMMON = (
     plain("n", "n", integer, 1, MAX_SAMPLES),
-    ItemField("stop", "stop", _set_stop),
-    ItemField("stop_token_ids", "stop_token_ids", _set_stop_ids),
+    plain("stop", "stop", _stops),
+    plain("stop_token_ids", "stop_token_ids", _stop_ids),
     *map(_sampling, SETTINGS),
     plain("seed", "sampling.seed", _seed),
     ItemField("logit_bias", "sampling.logit_bias", _set_bias),
     plain("ignore_eos", "ignore_eos", boolean),
     plain("min_tokens", "min_tokens", integer, 0, MAX_ID),
-    ItemField("bad_words", "bad_words", _set_bad_words),
+    plain("bad_words", "bad_words", strings, MAX_BAD_WORDS),
     ItemField("cache_salt", "cache_salt", _set_salt),
     ItemField("allowed_token_ids", "constraint.mask", _set_allowed),
     ItemField("structured_outputs", "constraint", _set_structured),
@@ -372,7 +366,7 @@ _COMMON = (
 # Of both routes that return texts.
 _TEXTS = (
     *_COMMON,
-    ItemField("skip_special_tokens", "special_tokens_in_text", _set_special),
+    plain("skip_special_tokens", "special_tokens_in_text", _negated),
     ItemField("guided_json", "constraint", _set_schema),
     ItemField("guided_regex", "constraint.regex", _set_regex),
     ItemField("guided_choice", "constraint", _set_choice),
@@ -395,7 +389,7 @@ CHAT = (
     plain("logprobs", "logprobs", boolean),
     plain("top_logprobs", "top_logprobs", integer, 0, MAX_TOP_LOGPROBS),
     # The server makes tokens of them.
-    ItemField("messages", "chat.messages", _set_messages, also=("chat", "tokens")),
+    plain("messages", "chat.messages", parse_messages, also=("chat", "tokens")),
     ItemField("tools", "chat.tools_json", _set_tools, also=("answer_parts.tools_json",)),
     ItemField("tool_choice", "answer_parts.tool_choice", _set_tool_choice),
     ItemField("name", "answer_parts.function", None, parent="tool_choice.function."),
@@ -405,7 +399,7 @@ CHAT = (
     ItemField("reasoning_effort", "chat.variables_json", _set_effort),
     ItemField("chat_template_kwargs", "chat.variables_json", _set_variables),
     plain("continue_final_message", "chat.continue_last_message", boolean),
-    ItemField("add_generation_prompt", "chat.omit_generation_prompt", _set_generation_prompt),
+    plain("add_generation_prompt", "chat.omit_generation_prompt", _negated),
 )
 # Of `sampling_params` of /inference/v1/generate, and beside them.
 GENERATE_PARAMS = tuple(

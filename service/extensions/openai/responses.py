@@ -17,7 +17,7 @@ from typing import Any
 from quire.v1 import runner_pb2
 
 from service.api.status import from_status
-from service.extensions.openai.choices import Choice
+from service.extensions.openai.choices import CALL, TEXT, THOUGHTS, Choice
 from service.extensions.openai.prompts import Prompt, prompt_logprobs
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, by_text
@@ -173,7 +173,7 @@ class CompletionResponse:
         chunk = self._shown(chunk)
         choice, parts = self._update_choice(chunk)
         if self._request.is_chat:
-            choice.keep(parts)
+            choice.blocks.keep(parts)
         data = chunk.SerializeToString()
         choice.chunks_data.append(data)
         return len(data) + _CHUNK_BYTES
@@ -205,18 +205,20 @@ class CompletionResponse:
         return {**fields, **self._routed_experts(choice)}
 
     def _message(self, choice: Choice) -> dict[str, Any]:
-        content = _Text(iter(choice.content)) if any(choice.content) or not choice.calls else None
-        message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": content}
-        if choice.thoughts and self._request.with_thoughts:
-            message["reasoning_content"] = _Text(iter(choice.thoughts))
-        if choice.calls:
+        content, thoughts = map(choice.blocks.texts, (TEXT, THOUGHTS))
+        calls = [block for block in choice.blocks.all if block.kind == CALL]
+        text = _Text(iter(content)) if content or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": text}
+        if thoughts and self._request.with_thoughts:
+            message["reasoning_content"] = _Text(iter(thoughts))
+        if calls:
             message["tool_calls"] = [
                 {
-                    "id": call.id,
+                    "id": call.call_id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                    "function": {"name": call.name, "arguments": call.text},
                 }
-                for call in choice.calls.values()
+                for call in calls
             ]
         return message
 

@@ -9,20 +9,12 @@ from typing import Any, TypeAlias
 from quire.v1 import runner_pb2
 
 from service.auth.authenticator import current_tenant_name
-from service.extensions.openai.choices import Choice
+from service.extensions.openai.choices import CALL, TEXT, THOUGHTS, Block, Choice
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, string, unsupported
 from service.extensions.openai.messages import MAX_TOOLS, text_of
 from service.extensions.openai.requests import IGNORED, CompletionRequest, ResolveModel
 from service.extensions.openai.stored_responses import StoredResponses, not_found
-from service.extensions.openai.translated import (
-    CALL,
-    TEXT,
-    THOUGHTS,
-    Block,
-    BlocksResponse,
-    as_chat,
-    blocks_of,
-)
+from service.extensions.openai.translated import CUT, BlocksResponse, as_chat
 from service.text.bounded_json import MAX_MESSAGES
 
 Keep: TypeAlias = Callable[[Mapping[str, Any]], None]
@@ -243,13 +235,10 @@ class ResponsesResponse(BlocksResponse):
         self._number = started.request_id
 
     def _body(self) -> dict[str, Any]:
+        """What the whole response has beside its head. Keeps both."""
         (choice,) = self._choices.values()
-        blocks = blocks_of(choice)
-        return self._kept([self._item(block) for block in blocks])
-
-    def _kept(self, output: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the whole response has beside its head, which is kept."""
-        body = {"output": output, **self._status()}
+        choice.blocks.end(is_cut=choice.finish in CUT)
+        body = {"output": [self._item(block) for block in choice.blocks.all], **self._status()}
         self._request.keep({**self._head, **body, "usage": self.reported_usage()})
         return body
 
@@ -265,8 +254,7 @@ class ResponsesResponse(BlocksResponse):
         yield {"type": "response.in_progress", "response": response}
 
     def _end_events(self, _choice: Choice) -> Iterator[dict[str, Any]]:
-        output = [self._item(block) for block in self._blocks.all]
-        response = {**self._head, **self._kept(output), "usage": self.reported_usage()}
+        response = {**self._head, **self._body(), "usage": self.reported_usage()}
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _status(self) -> dict[str, Any]:

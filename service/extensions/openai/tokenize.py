@@ -118,5 +118,5 @@ class BodyHandler:
                 response = JSONResponse(await self.answer(value))
             await response(scope, receive, send)
 
-        async with self.body_reader.read(Request(scope, receive)) as value:
+        async with self.body_reader.read(Request(scope, receive)) as (value, _):
             await until_disconnected(receive, respond(value))

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
-from service.extensions.openai.choices import Choice
+from service.extensions.openai.choices import Block, Choice
 from service.extensions.openai.item_fields import renamed
 from service.extensions.openai.requests import CompletionRequest, ResolveModel, chat
 from service.extensions.openai.responses import CompletionResponse, to_json
-from service.text.output_parser import Part
 
 _Request = TypeVar("_Request", bound=CompletionRequest)
-THOUGHTS, TEXT, CALL = "thoughts", "text", "call"
 # The reasons of an end after which an answer is not whole.
-_CUT = frozenset({"length", "content_filter"})
+CUT = frozenset({"length", "content_filter"})
 
 
 def as_chat(
@@ -42,66 +39,6 @@ def as_chat(
     return kind(**given | {"names": names} | more)
 
 
-@dataclass(slots=True)
-class Block:
-    """A stretch of thoughts or text, or a call; its text or arguments are in pieces.
-
-    Attributes:
-        is_cut: Whether the answer's end has cut it off, or it is a call that has turned out to be malformed.
-    """
-
-    kind: str
-    index: int
-    call_id: str = ""
-    name: str = ""
-    texts: list[str] = field(default_factory=list)
-    is_cut: bool = False
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-
-class Blocks:
-    """The blocks of a stream, one open at a time."""
-
-    def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._is_open = False
-        # By their numbers in the answer. Providers may send arguments of several in turns.
-        self._calls: dict[int, Block] = {}
-
-    def add(self, parts: list[Part]) -> Iterator[tuple[str, Block, str]]:
-        """What happens to which block: it begins, ends, or gets a text (delta)."""
-        for part in parts:
-            if part.begun:
-                yield from self._begin(CALL, *part.begun)
-                self._calls[part.index] = self.all[-1]
-            elif part.content or part.thoughts:
-                kind = TEXT if part.content else THOUGHTS
-                if not (self._is_open and self.all[-1].kind == kind):
-                    yield from self._begin(kind)
-            elif part.broken:
-                self._calls[part.index].is_cut = True
-            if text := part.content or part.thoughts or part.arguments:
-                block = self._calls[part.index] if part.arguments else self.all[-1]
-                block.texts.append(text)
-                yield "delta", block, text
-
-    def end(self, *, is_cut: bool = False) -> Iterator[tuple[str, Block, str]]:
-        """Ends the open block."""
-        if self._is_open:
-            self._is_open = False
-            self.all[-1].is_cut |= is_cut
-            yield "end", self.all[-1], ""
-
-    def _begin(self, kind: str, call_id: str = "", name: str = "") -> Iterator[tuple[str, Block, str]]:
-        yield from self.end()
-        self._is_open = True
-        self.all.append(Block(kind, len(self.all), call_id, name))
-        yield "begin", self.all[-1], ""
-
-
 def named_event(value: Any) -> str:
     """A server-sent event with its type as its name."""
     return f"event: {value['type']}\ndata: {to_json(value)}\n\n"
@@ -117,12 +54,11 @@ class BlocksResponse(CompletionResponse):
         choice, parts = self._update_choice(chunk)
         if not self._has_begun:
             self._has_begun = True
-            self._blocks = Blocks()
             yield from self._begin_events()
-        for event in self._blocks.add(parts):
+        for event in choice.blocks.add(parts):
             yield from self._block_events(*event)
         if choice.finish:
-            for event in self._blocks.end(is_cut=choice.finish in _CUT):
+            for event in choice.blocks.end(is_cut=choice.finish in CUT):
                 yield from self._block_events(*event)
             yield from self._end_events(choice)
 
@@ -138,17 +74,3 @@ class BlocksResponse(CompletionResponse):
 
     def _end_events(self, choice: Choice) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
-
-
-def blocks_of(choice: Choice) -> list[Block]:
-    """The blocks of a response in one piece."""
-    blocks = [Block(THOUGHTS, 0, texts=choice.thoughts)] if choice.thoughts else []
-    if any(choice.content):
-        blocks.append(Block(TEXT, 0, texts=choice.content))
-    for block in blocks[-1:]:
-        # What was cut off of a call is text.
-        block.is_cut = choice.finish in _CUT
-    blocks += [Block(CALL, 0, call.id, call.name, call.arguments) for call in choice.calls.values()]
-    for index, block in enumerate(blocks):
-        block.index = index
-    return blocks

@@ -324,5 +324,5 @@ class OperatorCall:
         if "content-type" not in request.headers:
             await until_disconnected(receive, respond({}))
             return
-        async with self._bodies.read(request) as value:
+        async with self._bodies.read(request) as (value, _):
             await until_disconnected(receive, respond(value))

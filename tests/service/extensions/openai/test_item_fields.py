@@ -15,9 +15,9 @@ TABLES = [CHAT, COMPLETION, GENERATE]
 
 @pytest.mark.parametrize("table", TABLES)
 def test_each_names_a_field_of_an_item(table: tuple[ItemField, ...]) -> None:
-    for of in (of for one in table for of in (one.of, *one.also)):
+    for target in (target for one in table for target in (one.target, *one.also)):
         kind: Any = runner_pb2.ExecuteItem.DESCRIPTOR
-        for name in of.split("."):
+        for name in target.split("."):
             kind = kind.fields_by_name[name].message_type
 
 

@@ -11,12 +11,12 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.extensions.openai.anthropic_messages import messages
+from service.extensions.openai.choices import Blocks
 from service.extensions.openai.requests import ResolveModel
 from service.extensions.openai.responses import json_pieces
 from service.extensions.openai.responses_api import ResponsesRequest
 from service.extensions.openai.responses_api import responses as kept_responses
 from service.extensions.openai.stored_responses import StoredResponses
-from service.extensions.openai.translated import Blocks
 from service.runtimes.base import Batch, ChunkSink
 from service.text.bounded_json import MAX_BYTES
 from service.text.output_parser import Part
@@ -345,9 +345,28 @@ def test_arguments_of_several_calls_in_turns() -> None:
         Part(arguments='{"of": "f"}', index=0),
         Part(arguments='{"of": "g"', index=1),
     ]
-    for _ in blocks.add(parts):
-        pass
+    blocks.add(parts)
     assert [(block.name, block.text) for block in blocks.all] == [("f", '{"of": "f"}'), ("g", '{"of": "g"')]
+
+
+async def test_an_answer_in_one_piece_has_the_items_of_a_stream() -> None:
+    """In the order in which they were written. What turns out to be no call is text there."""
+    call = runner_pb2.ToolCall(id="c1", name="f", arguments_json="{}")
+
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        broken = runner_pb2.ToolCall(id="c2", index=1, name="g", arguments_json='{"of')
+        sink.put([chunk("Hm."), chunk(tool_calls=[call]), chunk("So."), chunk(tool_calls=[broken])])
+        end: Any = {"malformed_calls": {1: '<call>{"of'}, "finish_reason": runner_pb2.FINISH_REASON_STOP}
+        sink.put([chunk(".", **end)])
+
+    async with serving(FakeRuntime(generate)) as server, server.client() as client:
+        whole = await client.responses.create(model="m", input="Go.")
+        stream = await client.responses.create(model="m", input="Go.", stream=True)
+        streamed = [event async for event in stream][-1].response
+        kinds = ["message", "function_call", "message"]
+        assert [item.type for item in whole.output] == kinds
+        assert [item.type for item in streamed.output] == [*kinds, "function_call", "message"]
+        assert whole.output_text == 'Hm.So.<call>{"of.' and streamed.output_text == "Hm.So.."
 
 
 def test_names_of_fields_are_escaped() -> None:
