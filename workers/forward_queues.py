@@ -248,7 +248,7 @@ class ForwardQueues:
             forward = queue[i]
             if (
                 forward.step == self._steps
-                or shares.get(forward.flow, 1) <= 0
+                or shares.get(forward.caller, 1) <= 0
                 or (forward.waits_for is not None and _still_waits(forward, forward.waits_for))
             ):
                 i += 1
@@ -272,8 +272,8 @@ class ForwardQueues:
             budget.tokens -= count
             budget.items -= 1
             budget.rows -= chunk.rows * forward.row_budget
-            if forward.flow in shares:
-                shares[forward.flow] -= forward.cost
+            if forward.caller in shares:
+                shares[forward.caller] -= forward.cost
             i += forward.is_long == is_long
         return len(chunks) > chunks_before
 
@@ -321,5 +321,5 @@ def _cost_of_decodes(chunks: Sequence[Chunk], plain: Mapping[int, int]) -> dict[
     costs = dict(plain)
     for chunk in chunks:
         if chunk.forward.kind in DECODES:
-            costs[chunk.forward.flow] = costs.get(chunk.forward.flow, 0) + chunk.cost
+            costs[chunk.forward.caller] = costs.get(chunk.forward.caller, 0) + chunk.cost
     return costs

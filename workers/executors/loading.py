@@ -25,6 +25,7 @@ from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
 from workers.models import passed_checks
 from workers.models.active_kernels import check_cuda_kernels, use_bits_of_all_cpus
+from workers.models.adapted import Adapted
 from workers.models.check_process import check_apart
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -205,7 +206,7 @@ def load_served(  # noqa: PLR0913 - the settings of a load
         raise _explained(error, directory, reason) from error
 
 
-def read_source(source: AdapterSource, model: Model, limits: LoraLimits) -> Adapter:
+def read_source(source: AdapterSource, model: Adapted, limits: LoraLimits) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
     adapter = read_adapter(directory, model.adaptable(), max_rank=limits.max_rank, max_bytes=limits.max_bytes)

@@ -50,7 +50,6 @@ from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.lora import WithoutLora
 from workers.models.page_writes import PageWrites
 
 _GENERATOR, _PRIME = 16807, 2**31 - 1
@@ -65,7 +64,7 @@ _SINK = 64
 _EXACT = 2**24
 
 
-class EmbeddingAttention(WithoutLora):
+class EmbeddingAttention:
     """The model of the module's docstring, as a `Model`. float32."""
 
     dtype = torch.float32
@@ -76,6 +75,7 @@ class EmbeddingAttention(WithoutLora):
     state_shapes: tuple[StateShape, ...] = ()
     batch_invariant = True
     graphable = False
+    max_lora_slots = 0
 
     def __init__(
         self,
