@@ -315,7 +315,13 @@ def to_ready(
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,
         executor=types_pb2.ExecutorCapabilities(
-            **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
+            **_fields(capabilities),
+            supports_verify=True,
+            supports_fork=True,
+            supports_sampling=True,
+            supports_prefix_reuse=True,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_items=max_batch_items,
         ),
         pages_total=pool.pages_total,
         holdings=[worker_pb2.Holding(sequence=number, length=length) for number, length in holdings],

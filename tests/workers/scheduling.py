@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from workers.decodes import Decodes, Mask
+from workers.decodes import NEVER, Decodes, Mask
 from workers.forward_queues import SHORT_TOKENS
 from workers.operations import Chunk, Forward, Kind, Priority
 from workers.scheduler import Scheduler
@@ -62,8 +62,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert all(forward.is_long == (forward.remaining > SHORT_TOKENS) for forward in held)
     _check_class(queued.short, [one for one in held if not one.is_long])
     _check_class(queued.long, [one for one in held if one.is_long])
-    watched = {entry[2] for entry in queued._deadlines if queued._if_expirable(entry)}
-    assert watched == {one.op_id for one in held if one.deadline_ns is not None and not one.has_begun}
+    deadlines = [one.deadline_ns for one in held if one.deadline_ns is not None and not one.has_begun]
+    assert queued._earliest_ns <= min(deadlines, default=NEVER)
 
 
 def _check_class(service_class: ServiceClass, held: list[Forward]) -> None:

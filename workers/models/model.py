@@ -13,7 +13,7 @@ import torch
 
 from kernels.packed_pages import PackedKeys
 from workers.common.machine_limits import available_bytes
-from workers.kv.sizing import StateSizes, check_states_fit
+from workers.kv.sizing import StateSizes, check_fits
 from workers.kv.state_tensors import StateShape, StateTensors, state_bytes
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
@@ -126,7 +126,7 @@ def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensor
         sizes = state_sizes(model, kv_dtype)
         num_states = sizes.num_states(num_pages)
         if model.device.type == "cpu":
-            check_states_fit(num_states * sizes.bytes_per_state, available_bytes())
+            check_fits("the recurrent states", num_states * sizes.bytes_per_state, available_bytes())
         states = StateTensors(model.state_shapes, num_states, sizes.spacing, model.device)
     return KvTensors(
         model.kv_layers,

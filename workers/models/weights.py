@@ -20,7 +20,7 @@ from kernels import gpu_format
 from kernels.float8_weight import Float8Format
 from kernels.weight_formats import OnGpu, WeightFormat, unrounded
 from workers.common.machine_limits import available_bytes
-from workers.kv.sizing import check_weights_fit
+from workers.kv.sizing import check_fits
 from workers.models import checkpoint
 from workers.models.builder import FormatOf, build_decoder, is_router
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
@@ -211,7 +211,7 @@ def plan_load(
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     if in_memory:
-        check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
+        check_fits(f"the weights of {directory}", shares * weight_bytes, free_bytes)
     quantised = quantization, forms, rounds_rows
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, *quantised)
 
