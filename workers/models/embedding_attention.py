@@ -73,7 +73,7 @@ class EmbeddingAttention:
     has_hidden_states = False
     takes_trees = True
     packs_kv = True
-    kv_layers = (LayerKv(1, HEAD_DIM, HEAD_DIM),)
+    kv_layers: tuple[LayerKv, ...] = (LayerKv(1, HEAD_DIM, HEAD_DIM),)
     state_shapes: tuple[StateShape, ...] = ()
     batch_invariant = True
     graphable = False
