@@ -34,7 +34,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.weights import make_model
 from workers.common.machine_limits import threads_of
 from workers.common.switching import switch_often
-from workers.decodes import CHOSEN, Decodes
+from workers.decodes import Column, Decodes
 from workers.operations import Forward, Kind, Release, Result
 from workers.process import LEAST_PARAMETERS_PER_THREAD
 from workers.scheduler import Scheduler
@@ -123,7 +123,7 @@ class StepLoopAlone:
         """Called by the loop, on its thread."""
         for result in results:
             if isinstance(result, Decodes):
-                self._tokens += result.column(CHOSEN)
+                self._tokens += result.column(Column.CHOSEN)
             elif isinstance(result, Forward):
                 self._tokens.append(result.outputs[-1].token_id)
                 self._began_s = time.perf_counter()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.decodes import LORA_SLOT, NO_DECODES, POSITION, PROMPT_LEN, TOKEN, Decodes
+from workers.decodes import NO_DECODES, Column, Decodes
 from workers.models.capture import RowCapture
 from workers.models.inputs import (
     MAX_TREE_TOKENS,
@@ -52,14 +52,14 @@ def pack(
 
 def _of_decodes(decodes: Decodes, tables: Tables, page_size: int) -> ForwardInputs:
     count, columns = decodes.size, decodes.columns
-    positions, starts, adapters = columns[POSITION], np.arange(count + 1), columns[LORA_SLOT]
+    positions, starts, adapters = columns[Column.POSITION], np.arange(count + 1), columns[Column.LORA_SLOT]
     items, page = starts[:count], positions // page_size
     slots = (tables[items, page] - page) * page_size + positions
     context_lens = (positions + 1).astype(np.int32)
     has_adapter = max(adapters.tolist(), default=-1) >= 0
     # torch.from_numpy copies nothing, and takes a fraction of the time of torch.tensor.
     return ForwardInputs(
-        token_ids=torch.from_numpy(columns[TOKEN]),
+        token_ids=torch.from_numpy(columns[Column.TOKEN]),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),
         wanted_rows=torch.from_numpy(items),
@@ -206,12 +206,12 @@ def sampling_rows(
 def _rows_of_decodes(decodes: Decodes, history_of: HistoryOf | None) -> list[SamplingRow]:
     rows = [
         SamplingRow(spec.sampling, spec.mask, position + 1) if spec.sampling or spec.mask else _GREEDY_ROW
-        for spec, position in zip(decodes.outputs, decodes.column(POSITION), strict=True)
+        for spec, position in zip(decodes.outputs, decodes.column(Column.POSITION), strict=True)
     ]
     for index, spec in enumerate(decodes.outputs):
         if spec.needs_history:
             assert history_of is not None, "it is given with decodes that need it"
-            prompt_len = int(decodes.columns[PROMPT_LEN, index])
+            prompt_len = int(decodes.columns[Column.PROMPT_LEN, index])
             rows[index].history = history_of(decodes, index)
             rows[index].prompt_len = _counted_from(spec.sampling, prompt_len)
     return rows

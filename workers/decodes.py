@@ -25,12 +25,19 @@ from workers.outputs import OutputSpec, RowOutput
 Columns = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-# The columns of `Decodes`: as the arguments of a `Forward`, and its number in order of arrival. The last four
-# are its result: the chosen token, and its times as in `Forward`.
-(
-    OP_ID, SEQUENCE, CALLER, POSITION, TOKEN, PROMPT_LEN, PRELAUNCH, DEADLINE, ARRIVED_NS, ARRIVAL,
-    ADAPTER, LORA_SLOT, PRIORITY, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS,
-) = range(17)  # fmt: skip
+
+class Column:
+    """The columns of `Decodes`: as the arguments of a `Forward`, and its number in order of arrival.
+
+    The last four are its result: the chosen token, and its times as in `Forward`.
+    """
+
+    (
+        OP_ID, SEQUENCE, CALLER, POSITION, TOKEN, PROMPT_LEN, PRELAUNCH, DEADLINE, ARRIVED_NS, ARRIVAL,
+        ADAPTER, LORA_SLOT, PRIORITY, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS,
+    ) = range(17)  # fmt: skip
+
+
 WIDTH = 17
 # The deadline of those that have none.
 NEVER = (1 << 63) - 1
@@ -66,7 +73,7 @@ class Decodes:
         self.outputs = outputs
         self.size = len(outputs)
         self.kinds = tuple(dict(zip(map(id, outputs), outputs, strict=True)).values())
-        self.sequences: list[int] = columns[SEQUENCE].tolist()
+        self.sequences: list[int] = columns[Column.SEQUENCE].tolist()
         self.rows = _NO_ROWS
         self.started_ns = 0
         self.row_outputs: Sequence[RowOutput] | None = None
@@ -94,10 +101,10 @@ class Decodes:
         """As `of`, with the results: of forwards of which all is computed, those of the last row of each."""
         decodes, now_ns, last = cls.of(forwards), time.monotonic_ns(), [one.outputs[-1] for one in forwards]
         columns = decodes.columns
-        columns[CHOSEN] = [output.token_id for output in last]
-        columns[QUEUE_NS] = [one.started_ns - one.arrived_ns if one.arrived_ns else 0 for one in forwards]
-        columns[COMPUTE_NS] = [now_ns - one.started_ns for one in forwards]
-        columns[BATCH_ITEMS] = [one.batch_items for one in forwards]
+        columns[Column.CHOSEN] = [output.token_id for output in last]
+        columns[Column.QUEUE_NS] = [one.arrived_ns and one.started_ns - one.arrived_ns for one in forwards]
+        columns[Column.COMPUTE_NS] = [now_ns - one.started_ns for one in forwards]
+        columns[Column.BATCH_ITEMS] = [one.batch_items for one in forwards]
         if not all(one.output.is_token_only for one in forwards):
             decodes.row_outputs = last
         return decodes
@@ -117,13 +124,13 @@ class Decodes:
     @property
     def prelaunched(self) -> Mask:
         """Which are computed before they are requested."""
-        is_ahead: Mask = self.columns[OP_ID] < 0
+        is_ahead: Mask = self.columns[Column.OP_ID] < 0
         return is_ahead
 
     @property
     def may_be_launched(self) -> bool:
         """Whether a step of them need not be waited for: none has an adapter, or wants the experts."""
-        has_adapter = any(self.columns[ADAPTER].tolist())
+        has_adapter = any(self.columns[Column.ADAPTER].tolist())
         return not has_adapter and not any(spec.experts for spec in self.kinds)
 
     def take(self, which: Mask) -> Decodes:
@@ -146,38 +153,33 @@ class Decodes:
         """One of them as a forward, which has not begun."""
         row: list[Any] = self.columns[:, index].tolist()
         forward = Forward(
-            op_id=row[OP_ID],
-            sequence=row[SEQUENCE],
-            position=row[POSITION],
-            token_ids=(row[TOKEN],),
+            op_id=row[Column.OP_ID],
+            sequence=row[Column.SEQUENCE],
+            position=row[Column.POSITION],
+            token_ids=(row[Column.TOKEN],),
             output=self.outputs[index],
             kind=Kind.DECODE,
-            caller=row[CALLER],
-            prompt_len=row[PROMPT_LEN],
-            adapter=row[ADAPTER],
-            lora_slot=row[LORA_SLOT],
-            priority=Priority(row[PRIORITY]),
-            deadline_ns=None if row[DEADLINE] == NEVER else row[DEADLINE],
-            arrived_ns=row[ARRIVED_NS],
-            prelaunch=row[PRELAUNCH],
-            is_prelaunched=row[OP_ID] < 0,
+            caller=row[Column.CALLER],
+            prompt_len=row[Column.PROMPT_LEN],
+            adapter=row[Column.ADAPTER],
+            lora_slot=row[Column.LORA_SLOT],
+            priority=Priority(row[Column.PRIORITY]),
+            deadline_ns=None if row[Column.DEADLINE] == NEVER else row[Column.DEADLINE],
+            arrived_ns=row[Column.ARRIVED_NS],
+            prelaunch=row[Column.PRELAUNCH],
+            is_prelaunched=row[Column.OP_ID] < 0,
         )
-        forward.arrival = row[ARRIVAL]
-        forward.flow = row[CALLER] or -1 - row[ARRIVAL]
+        forward.arrival = row[Column.ARRIVAL]
         return forward
 
     def forwards(self) -> list[Forward]:
         return [self.forward(index) for index in range(self.size)]
 
     def costs(self) -> dict[int, int]:
-        """Their cost by flow; see `Forward.flow`."""
-        flows = self.columns[CALLER].tolist()
-        if 0 in flows:
-            arrivals = self.columns[ARRIVAL].tolist()
-            flows = [caller or -1 - arrival for caller, arrival in zip(flows, arrivals, strict=True)]
+        """Their cost by caller."""
         costs: dict[int, int] = {}
-        for flow in flows:
-            costs[flow] = costs.get(flow, 0) + DECODE_COST
+        for caller in self.column(Column.CALLER):
+            costs[caller] = costs.get(caller, 0) + DECODE_COST
         return costs
 
 

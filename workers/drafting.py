@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.decodes import CHOSEN, POSITION, TOKEN, Decodes
+from workers.decodes import Column, Decodes
 from workers.executors.engine import Engine
 from workers.kv.page_pool import OutOfPages
 from workers.kv.table import KvTable
@@ -197,7 +197,7 @@ class Drafting:
         decodes = _decodes_after([own for _, own in drafting])
         while decodes.size:
             goes_on = np.zeros(decodes.size, np.bool_)
-            positions, tokens = decodes.column(POSITION), decodes.column(TOKEN)
+            positions, tokens = decodes.column(Column.POSITION), decodes.column(Column.TOKEN)
             for index, sequence in enumerate(decodes.sequences):
                 # The token, which is not in the sequence yet, is the draft's next one.
                 if tokens[index] < self._target_vocab_size:
@@ -212,8 +212,8 @@ class Drafting:
                 return
             decodes = self.engine.execute((), decodes)
             decodes = Decodes(decodes.columns.copy(), decodes.outputs)
-            decodes.columns[POSITION] += 1
-            decodes.columns[TOKEN] = decodes.columns[CHOSEN]
+            decodes.columns[Column.POSITION] += 1
+            decodes.columns[Column.TOKEN] = decodes.columns[Column.CHOSEN]
 
     def _end(self, forward: Forward, own: Forward) -> int:
         """The position behind the last token of a draft."""

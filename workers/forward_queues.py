@@ -21,14 +21,13 @@ Usual decodes are in no queue: see `scheduler`. No pages, tensors or clocks here
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from workers.caller_limits import CallerLimits
-from workers.decodes import DECODE_COST
+from workers.decodes import DECODE_COST, NEVER
 from workers.operations import Chunk, Forward, Kind
 from workers.service_class import ServiceClass
 
@@ -88,9 +87,8 @@ class ForwardQueues:
         self.long = ServiceClass(HEAD_START_STEPS * step.tokens)
         self.forwards: dict[int, Forward] = {}
         self.by_sequence: dict[int, OrderedDict[int, Forward]] = {}
-        # A heap of (deadline_ns, arrival, op_id). Obsolete entries are removed lazily, so it must not refer
-        # to the forwards themselves, whose answers may be large.
-        self._deadlines: list[tuple[int, int, int]] = []
+        # No deadline of a forward that has not begun is before this.
+        self._earliest_ns = NEVER
         self._steps = 0
         self._long_first = False
 
@@ -111,10 +109,7 @@ class ForwardQueues:
         if len(queue) == 1:
             service_class.enqueue(forward)
         if forward.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (forward.deadline_ns, forward.arrival, forward.op_id))
-            if len(self._deadlines) > 2 * len(self.forwards) + 64:
-                self._deadlines = [entry for entry in self._deadlines if self._if_expirable(entry)]
-                heapq.heapify(self._deadlines)
+            self._earliest_ns = min(self._earliest_ns, forward.deadline_ns)
 
     def remove(self, op_id: int) -> Forward | None:
         """As `Scheduler.remove`."""
@@ -134,20 +129,18 @@ class ForwardQueues:
 
     def expire(self, now_ns: int) -> list[Forward]:
         """Drop and return the forwards that have not begun by their deadline, earliest deadline first."""
-        expired: list[Forward] = []
-        while self._deadlines and self._deadlines[0][0] < now_ns:
-            waiting = self._if_expirable(heapq.heappop(self._deadlines))
-            if waiting is not None:
-                self.remove(waiting.op_id)
-                expired.append(waiting)
+        if self._earliest_ns >= now_ns:
+            return []
+        waiting = [
+            (forward.deadline_ns, forward.arrival, forward)
+            for forward in self.forwards.values()
+            if forward.deadline_ns is not None and not forward.has_begun
+        ]
+        self._earliest_ns = min((deadline for deadline, *_ in waiting if deadline >= now_ns), default=NEVER)
+        expired = [forward for deadline, _, forward in sorted(waiting) if deadline < now_ns]
+        for forward in expired:
+            self.remove(forward.op_id)
         return expired
-
-    def _if_expirable(self, deadline: tuple[int, int, int]) -> Forward | None:
-        """The forward of a deadline, if it still waits to begin."""
-        _, arrival, op_id = deadline
-        forward = self.forwards.get(op_id)
-        is_waiting = forward is not None and forward.arrival == arrival and not forward.has_begun
-        return forward if is_waiting else None
 
     def advance(self, chunk: Chunk) -> bool:
         """Note that a chunk has run, and is counted in `computed`. Return whether the forward is done.
@@ -248,7 +241,7 @@ class ForwardQueues:
             forward = queue[i]
             if (
                 forward.step == self._steps
-                or shares.get(forward.flow, 1) <= 0
+                or shares.get(forward.caller, 1) <= 0
                 or (forward.waits_for is not None and _still_waits(forward, forward.waits_for))
             ):
                 i += 1
@@ -272,8 +265,8 @@ class ForwardQueues:
             budget.tokens -= count
             budget.items -= 1
             budget.rows -= chunk.rows * forward.row_budget
-            if forward.flow in shares:
-                shares[forward.flow] -= forward.cost
+            if forward.caller in shares:
+                shares[forward.caller] -= forward.cost
             i += forward.is_long == is_long
         return len(chunks) > chunks_before
 
@@ -321,5 +314,5 @@ def _cost_of_decodes(chunks: Sequence[Chunk], plain: Mapping[int, int]) -> dict[
     costs = dict(plain)
     for chunk in chunks:
         if chunk.forward.kind in DECODES:
-            costs[chunk.forward.flow] = costs.get(chunk.forward.flow, 0) + chunk.cost
+            costs[chunk.forward.caller] = costs.get(chunk.forward.caller, 0) + chunk.cost
     return costs

@@ -77,7 +77,7 @@ class Forward:
     output: OutputSpec = GREEDY
     accept: Accept = Accept.ALL
     kind: Kind = Kind.PREFILL
-    # The caller for fair queueing. 0: a caller of its own.
+    # For fair queueing.
     caller: int = 0
     prompt_len: int = 0
     ephemeral: bool = False
@@ -117,8 +117,6 @@ class Forward:
 
     # Its number in order of arrival.
     arrival: int = field(default=-1, init=False)
-    # The key of its flow in fair queueing: its caller, or a negative number if it has none.
-    flow: int = field(default=0, init=False)
     # Its service class, its cost there, and its place in that queue: (virtual_start, arrival).
     is_long: bool = field(default=False, init=False)
     cost: int = field(default=0, init=False)

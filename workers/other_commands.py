@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from workers.adapters.table import AdapterTable
@@ -12,8 +14,9 @@ from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
-from workers.integrity_checks import IntegrityChecks
+from workers.kv.table import KvTable
 from workers.kv_disk import KvDisk
+from workers.logging import get_logger
 from workers.models.errors import ModelError
 from workers.operations import (
     Abort,
@@ -35,6 +38,8 @@ from workers.operations import (
 from workers.prelaunch import Prelauncher
 from workers.scheduler import Scheduler
 from workers.waiting_forwards import WaitingForwards, required
+
+_log = get_logger(__name__)
 
 # What the worker sends to itself, and the server to the loop.
 Internal = Reset | AdapterRead | ReplacementRead
@@ -159,3 +164,48 @@ class OtherCommands:
         if self._kv_disk is not None:
             self._kv_disk.stop()
         self._replacement.apply()
+
+
+class IntegrityChecks:
+    """Owns the running check of pages and sequences, and the commands that asked for it.
+
+    Checking a whole pool takes long, so it is done in slices between steps. Commands that arrive meanwhile
+    share the next check.
+    """
+
+    def __init__(self, tables: Sequence[KvTable]) -> None:
+        """`tables`: what is checked, one after the other."""
+        self._tables = tables
+        # The running check, the commands it answers, and those for the next check.
+        self._check: Iterator[None] | None = None
+        self._checked_for: list[int] = []
+        self._next_checked_for: list[int] = []
+        # Whether there is a slice to be checked.
+        self.has_work = False
+
+    def request(self, op_id: int) -> None:
+        """Check everything for a command, from now on."""
+        self._next_checked_for.append(op_id)
+        self.has_work = True
+
+    def clear(self) -> None:
+        # An iterator that is dropped unregisters itself from the table.
+        self._check, self._checked_for, self._next_checked_for = None, [], []
+        self.has_work = False
+
+    def advance(self) -> Sequence[IntegrityReport]:
+        """Check one more slice. Returns the answers after the last one."""
+        if self._check is None:
+            self._checked_for, self._next_checked_for = self._next_checked_for, []
+            self._check = chain.from_iterable(table.check_integrity_in_slices() for table in self._tables)
+        intact = True
+        try:
+            next(self._check)
+            return ()
+        except StopIteration:
+            pass
+        except Exception:
+            _log.exception("the integrity check of the KV pool failed")
+            intact = False
+        self._check, self.has_work = None, bool(self._next_checked_for)
+        return [IntegrityReport(op_id, intact) for op_id in self._checked_for]

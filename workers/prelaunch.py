@@ -37,24 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workers.adapters.table import AdapterTable
-from workers.decodes import (
-    ADAPTER,
-    ARRIVAL,
-    ARRIVED_NS,
-    BATCH_ITEMS,
-    CHOSEN,
-    COMPUTE_NS,
-    DEADLINE,
-    NEVER,
-    NO_DECODES,
-    OP_ID,
-    POSITION,
-    PRELAUNCH,
-    PROMPT_LEN,
-    TOKEN,
-    Decodes,
-    Mask,
-)
+from workers.decodes import NEVER, NO_DECODES, Column, Decodes, Mask
 from workers.executors.engine import Engine
 from workers.operations import Accept, Forward, Kind
 from workers.outputs import OutputSpec, RowOutput
@@ -137,7 +120,7 @@ class Prelauncher:
         """
         sequences = decodes.sequences
         self._forget_expected(sequences)
-        if any(decodes.columns[ADAPTER].tolist()):
+        if any(decodes.columns[Column.ADAPTER].tolist()):
             assert self._adapters is not None, "others were refused"
             decodes = decodes.take(self._adapters.assign_slots(decodes))
         # Also behind an end, where what runs already is dropped if another token is requested.
@@ -145,20 +128,20 @@ class Prelauncher:
         is_followed = is_expected & ~_ends(decodes)
         if self.prelaunch_unrequested:
             # Whether a caller appends the chosen token is learned from each request.
-            is_expected = decodes.columns[POSITION] + 1 < self._max_seq_tokens
+            is_expected = decodes.columns[Column.POSITION] + 1 < self._max_seq_tokens
         self._expect(following.take(is_expected))
         for sequence in decodes.take(~is_expected).sequences if self._repeats else ():
             self._repeats.pop(sequence, None)
         # Behind an end nothing is computed but what runs already.
         self._set_last(decodes.take(is_expected & ~_ends(decodes)))
         if launched.size:
-            self.queued.update(zip(launched.sequences, launched.column(OP_ID), strict=True))
+            self.queued.update(zip(launched.sequences, launched.column(Column.OP_ID), strict=True))
         else:
             self._queue(following.take(is_followed))
         return [sequence for sequence in sequences if sequence not in self.queued]
 
     def _set_last(self, decodes: Decodes) -> None:
-        last = decodes.columns[POSITION] + decodes.columns[PRELAUNCH]
+        last = decodes.columns[Column.POSITION] + decodes.columns[Column.PRELAUNCH]
         self._last.update(zip(decodes.sequences, last.tolist(), strict=True))
 
     def _queue(self, decodes: Decodes) -> None:
@@ -171,7 +154,7 @@ class Prelauncher:
         if queued.size and not self._scheduler.add_decodes(queued):
             for forward in queued.forwards():
                 self._scheduler.add(forward)
-        self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
+        self.queued.update(zip(queued.sequences, queued.column(Column.OP_ID), strict=True))
 
     def next_decodes(self, decodes: Decodes) -> Decodes:
         """The next decodes, where they are prelaunched, of sequences whose decodes run and were requested.
@@ -182,11 +165,11 @@ class Prelauncher:
 
     def _followed(self, decodes: Decodes) -> Mask:
         """Which have a next one that is prelaunched: as the caller wants it, or after enough repeats."""
-        wanted = decodes.columns[PRELAUNCH] != 0
+        wanted = decodes.columns[Column.PRELAUNCH] != 0
         if self.prelaunch_unrequested:
             repeats = [self._repeats.get(sequence, 0) for sequence in decodes.sequences]
             wanted |= np.array(repeats) >= _REPEATS_BEFORE_PRELAUNCH
-        followed: Mask = wanted & (decodes.columns[POSITION] + 1 < self._max_seq_tokens)
+        followed: Mask = wanted & (decodes.columns[Column.POSITION] + 1 < self._max_seq_tokens)
         return followed
 
     def consume_running(self, running: Decodes, requests: Decodes) -> bool:
@@ -204,7 +187,7 @@ class Prelauncher:
         if len(at) < requests.size or -1 in at or len(set(at)) < len(at):
             return False
         columns = requests.columns.copy()
-        columns[ARRIVED_NS], columns[ARRIVAL] = 0, running.columns[ARRIVAL, at]
+        columns[Column.ARRIVED_NS], columns[Column.ARRIVAL] = 0, running.columns[Column.ARRIVAL, at]
         running.columns[:, at] = columns
         for sequence in sequences:
             del self.queued[sequence]
@@ -219,11 +202,11 @@ class Prelauncher:
     def _following(self, decodes: Decodes) -> Decodes:
         """The next decodes of these sequences, with the tokens that were chosen, if they are known."""
         columns = decodes.columns.copy()
-        columns[OP_ID] = self._new_ids(decodes.size)
-        columns[POSITION] += 1
-        columns[TOKEN] = columns[CHOSEN]
-        columns[PRELAUNCH] = columns[ARRIVED_NS] = 0
-        columns[DEADLINE] = NEVER
+        columns[Column.OP_ID] = self._new_ids(decodes.size)
+        columns[Column.POSITION] += 1
+        columns[Column.TOKEN] = columns[Column.CHOSEN]
+        columns[Column.PRELAUNCH] = columns[Column.ARRIVED_NS] = 0
+        columns[Column.DEADLINE] = NEVER
         return Decodes(columns, decodes.outputs)
 
     def _new_ids(self, count: int) -> Sequence[int]:
@@ -277,8 +260,8 @@ class Prelauncher:
         now_ns, sequences = time.monotonic_ns(), decodes.sequences
         for sequence in sequences:
             del self.queued[sequence]
-        columns = decodes.columns[[POSITION, CHOSEN, COMPUTE_NS, BATCH_ITEMS]].tolist()
-        positions, tokens, compute_ns, items = columns
+        of_results = [Column.POSITION, Column.CHOSEN, Column.COMPUTE_NS, Column.BATCH_ITEMS]
+        positions, tokens, compute_ns, items = decodes.columns[of_results].tolist()
         outputs = decodes.row_outputs or map(RowOutput, tokens)
         results = map(_Ready, positions, tokens, outputs, compute_ns, items, repeat(now_ns))
         for sequence, result in zip(sequences, results, strict=False):
@@ -286,8 +269,8 @@ class Prelauncher:
         self._step_ns = max(compute_ns, default=self._step_ns)
         if go_on:
             last = np.array([self._last.get(sequence, 0) for sequence in sequences])
-            may_follow = (decodes.columns[POSITION] < last) & (decodes.columns[ADAPTER] == 0)
-            may_follow &= (decodes.columns[POSITION] + 1 < self._max_seq_tokens) & ~_ends(decodes)
+            may_follow = (decodes.columns[Column.POSITION] < last) & (decodes.columns[Column.ADAPTER] == 0)
+            may_follow &= (decodes.columns[Column.POSITION] + 1 < self._max_seq_tokens) & ~_ends(decodes)
             self._queue(self._following(decodes.take(may_follow)) if any(may_follow) else NO_DECODES)
 
     def forget(self, prelaunched: Forward) -> None:
@@ -308,7 +291,7 @@ class Prelauncher:
         """Hold requests for which more is about to be ready. Returns the others."""
         if self._step_ns > _LONGEST_STEP_NS or not (self.queued and decodes.size):
             return decodes
-        zipped = zip(decodes.sequences, _requests(decodes), decodes.column(PRELAUNCH), strict=True)
+        zipped = zip(decodes.sequences, _requests(decodes), decodes.column(Column.PRELAUNCH), strict=True)
         is_held = [
             sequence in self.queued
             and self.expected.get(sequence) == request
@@ -330,7 +313,7 @@ class Prelauncher:
             if now_ns is None
             or now_ns >= until_ns
             or sequence not in self.queued
-            or len(self.ready.get(sequence, ())) >= request.columns[PRELAUNCH, 0]
+            or len(self.ready.get(sequence, ())) >= request.columns[Column.PRELAUNCH, 0]
         ]
         if not released:
             return NO_DECODES
@@ -365,27 +348,28 @@ class Prelauncher:
         """The answers to these, and the last decode that was answered of each."""
         taken = [
             self._take_results(sequence, most)
-            for sequence, most in zip(done.sequences, done.column(PRELAUNCH), strict=True)
+            for sequence, most in zip(done.sequences, done.column(Column.PRELAUNCH), strict=True)
         ]
         last = [results[-1] for results in taken]
-        done.columns[CHOSEN] = [result.token_id for result in last]
-        done.columns[COMPUTE_NS] = [sum(result.compute_ns for result in results) for results in taken]
-        done.columns[BATCH_ITEMS] = [result.batch_items for result in last]
+        done.columns[Column.CHOSEN] = [result.token_id for result in last]
+        done.columns[Column.COMPUTE_NS] = [sum(result.compute_ns for result in results) for results in taken]
+        done.columns[Column.BATCH_ITEMS] = [result.batch_items for result in last]
         if not all(spec.is_token_only for spec in done.kinds):
             done.row_outputs = [result.output for result in last]
-        self._engine.stats.count_decodes(done.columns[COMPUTE_NS].tolist())
+        self._engine.stats.count_decodes(done.columns[Column.COMPUTE_NS].tolist())
         has_more = np.array([len(results) > 1 for results in taken], np.bool_)
         if not any(has_more):
             return (done,), done
         answers: list[Decodes | Forward] = [done.take(~has_more)] if not all(has_more) else []
         answers += [
-            _answered_with(done.forward(index), taken[index], int(done.columns[COMPUTE_NS, index]))
+            _answered_with(done.forward(index), taken[index], int(done.columns[Column.COMPUTE_NS, index]))
             for index in has_more.nonzero()[0].tolist()
         ]
         # The answers to the others are made of this, too, but not of these columns.
         for index in has_more.nonzero()[0].tolist():
-            done.columns[[POSITION, TOKEN], index] = last[index].position, taken[index][-2].token_id
-            done.columns[PRELAUNCH, index] -= len(taken[index]) - 1
+            done.columns[Column.POSITION, index] = last[index].position
+            done.columns[Column.TOKEN, index] = taken[index][-2].token_id
+            done.columns[Column.PRELAUNCH, index] -= len(taken[index]) - 1
         return answers, done
 
     def _take_results(self, sequence: int, most: int) -> list[_Ready]:
@@ -466,14 +450,16 @@ class Prelauncher:
 def _requests(decodes: Decodes) -> Iterable[_Expected]:
     """What a request has to be to be that of one of these."""
     column = decodes.column
-    return zip(column(POSITION), column(TOKEN), decodes.outputs, column(PROMPT_LEN), strict=True)
+    return zip(
+        column(Column.POSITION), column(Column.TOKEN), decodes.outputs, column(Column.PROMPT_LEN), strict=True
+    )
 
 
 def _ends(decodes: Decodes) -> Mask:
     """Which have chosen a token after which nothing is prelaunched."""
     if not any(spec.end_token_ids for spec in decodes.kinds):
         return np.zeros(decodes.size, np.bool_)
-    chosen = decodes.column(CHOSEN)
+    chosen = decodes.column(Column.CHOSEN)
     found = [token in spec.end_token_ids for token, spec in zip(chosen, decodes.outputs, strict=True)]
     return np.array(found, np.bool_)
 

@@ -120,16 +120,13 @@ def triton_problem() -> str:
 
 def _without_gpu_kernels(config: WorkerConfig) -> str:
     """For what of the model there are no GPU kernels. Empty: nothing."""
-    from workers.executors.loading import is_quantised_for_cpu, runs_on_cuda
+    from workers.executors.loading import lacks_on_gpu
 
-    directory = Path(config.model)
     if _kv_dtype(config) != "auto":
         return "kv_cache_dtype"
     if config.model == WEIGHTLESS_MODEL:
         return "head_dim"
-    if is_quantised_for_cpu(directory, _quantization(config)):
-        return "quantised weights"
-    return "" if runs_on_cuda(directory, config.model_backend or "auto") else "head_dim"
+    return lacks_on_gpu(Path(config.model), config.model_backend or "auto", _quantization(config))
 
 
 def _start_ranks(config: WorkerConfig) -> RankProcesses | None:

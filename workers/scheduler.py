@@ -15,18 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from workers.caller_limits import CallerLimits
-from workers.decodes import (
-    ADAPTER,
-    ARRIVAL,
-    DEADLINE,
-    LORA_SLOT,
-    NEVER,
-    NO_DECODES,
-    OP_ID,
-    SEQUENCE,
-    Decodes,
-    Mask,
-)
+from workers.decodes import NEVER, NO_DECODES, Column, Decodes, Mask
 from workers.forward_queues import DECODES, LONG_SHARE, SHORT_TOKENS, Begin, Capacity, ForwardQueues
 from workers.operations import Chunk, Forward
 
@@ -53,20 +42,20 @@ class _WaitingDecodes:
 
     def adapters(self) -> set[int]:
         """Their adapters, and 0 if some have none."""
-        return {adapter for part in self._parts for adapter in part.column(ADAPTER)}
+        return {adapter for part in self._parts for adapter in part.column(Column.ADAPTER)}
 
     def add(self, decodes: Decodes, arrivals: int) -> bool:
         """Add decodes, which are numbered from `arrivals` on.
 
         False, without an effect: one is there already, or another of its sequence.
         """
-        op_ids, sequences = set(decodes.column(OP_ID)), set(decodes.sequences)
+        op_ids, sequences = set(decodes.column(Column.OP_ID)), set(decodes.sequences)
         is_new = self.op_ids.isdisjoint(op_ids) and self.sequences.isdisjoint(sequences)
         if not is_new or len(sequences) < decodes.size or len(op_ids) < decodes.size:
             return False
-        decodes.columns[ARRIVAL] = np.arange(arrivals, arrivals + decodes.size)
+        decodes.columns[Column.ARRIVAL] = np.arange(arrivals, arrivals + decodes.size)
         self._parts.append(decodes)
-        self._earliest_ns = min(self._earliest_ns, *decodes.column(DEADLINE))
+        self._earliest_ns = min(self._earliest_ns, *decodes.column(Column.DEADLINE))
         self.op_ids |= op_ids
         self.sequences |= sequences
         return True
@@ -89,14 +78,15 @@ class _WaitingDecodes:
         if self._earliest_ns >= now_ns:
             return []
         decodes = self.take()
-        late = decodes.columns[DEADLINE] < now_ns
+        late = decodes.columns[Column.DEADLINE] < now_ns
         self._keep(decodes.take(~late))
         return sorted(decodes.take(late).forwards(), key=lambda one: (one.deadline_ns, one.arrival))
 
     def _keep(self, decodes: Decodes) -> None:
         if decodes.size:
             self._parts, self.sequences = [decodes], set(decodes.sequences)
-            self.op_ids, self._earliest_ns = set(decodes.column(OP_ID)), int(decodes.columns[DEADLINE].min())
+            self.op_ids = set(decodes.column(Column.OP_ID))
+            self._earliest_ns = int(decodes.columns[Column.DEADLINE].min())
 
 
 class Scheduler:
@@ -151,7 +141,7 @@ class Scheduler:
     def adapters(self) -> set[int]:
         """The adapters of all forwards, and 0 if some have none."""
         queued = {forward.adapter for forward in self._queues.forwards.values()}
-        return queued | self._waiting.adapters() | set(self.running.column(ADAPTER))
+        return queued | self._waiting.adapters() | set(self.running.column(Column.ADAPTER))
 
     @property
     def may_delay_step(self) -> bool:
@@ -174,11 +164,10 @@ class Scheduler:
         if not tokens or not 0 <= rows <= tokens:
             raise ValueError(f"operation {forward.op_id} wants {rows} rows of {tokens} tokens")
         if forward.sequence in self._waiting.sequences:
-            for earlier in self._waiting.remove(SEQUENCE, [forward.sequence]).forwards():
+            for earlier in self._waiting.remove(Column.SEQUENCE, [forward.sequence]).forwards():
                 self._queues.add(earlier)
         forward.arrival = self._arrivals
         self._arrivals += 1
-        forward.flow = forward.caller or -1 - forward.arrival
         self._queues.add(forward)
 
     def add_decodes(self, decodes: Decodes) -> bool:
@@ -186,7 +175,7 @@ class Scheduler:
 
         False, without an effect: one of them has to wait for another of its sequence, or its op_id is queued.
         """
-        is_new = self._queues.forwards.keys().isdisjoint(decodes.column(OP_ID)) and (
+        is_new = self._queues.forwards.keys().isdisjoint(decodes.column(Column.OP_ID)) and (
             self._queues.by_sequence.keys().isdisjoint(decodes.sequences)
         )
         if not (is_new and self._waiting.add(decodes, self._arrivals)):
@@ -200,13 +189,13 @@ class Scheduler:
         For a chunk of the running step this replaces `advance`. The caller rolls back what has begun.
         """
         if op_id in self._waiting.op_ids:
-            return self._waiting.remove(OP_ID, [op_id]).forward(0)
+            return self._waiting.remove(Column.OP_ID, [op_id]).forward(0)
         return self._queues.remove(op_id)
 
     def remove_all(self, op_ids: Collection[int]) -> list[Forward]:
         """As `remove`, for several. Returns only those that have begun, which the caller rolls back."""
         if not self._waiting.op_ids.isdisjoint(op_ids):
-            self._waiting.remove(OP_ID, op_ids)
+            self._waiting.remove(Column.OP_ID, op_ids)
         removed = [self.remove(op_id) for op_id in op_ids if op_id in self._queues.forwards]
         return [forward for forward in removed if forward is not None and forward.has_begun]
 
@@ -271,9 +260,9 @@ class Scheduler:
                 self._queues.add(forward)
             decodes = decodes.take(begun)
             costs = decodes.costs()
-        if any(decodes.columns[ADAPTER].tolist()):
+        if any(decodes.columns[Column.ADAPTER].tolist()):
             # As chunks: those with the same adapter follow each other.
-            decodes = decodes.in_order(decodes.columns[LORA_SLOT].argsort(kind="stable"))
+            decodes = decodes.in_order(decodes.columns[Column.LORA_SLOT].argsort(kind="stable"))
         return decodes, costs
 
     def _has_room(self, plain: int) -> bool:

@@ -97,7 +97,7 @@ class ServiceClass:
     def remove(self, forward: Forward) -> None:
         """Dequeue a forward and stop counting it."""
         self._dequeue(forward)
-        flow = self.flows[forward.flow]
+        flow = self.flows[forward.caller]
         flow.forwards -= 1
         flow.cost -= forward.cost
         self.cost -= forward.cost
@@ -174,9 +174,9 @@ class ServiceClass:
                 self.enqueue(forward)
 
     def _add_to_flow(self, forward: Forward) -> Flow:
-        flow = self.flows.get(forward.flow)
+        flow = self.flows.get(forward.caller)
         if flow is None:
-            flow = self.flows[forward.flow] = Flow(self.virtual_time)
+            flow = self.flows[forward.caller] = Flow(self.virtual_time)
         if not flow.forwards:
             self._num_callers += 1
             self._max_callers = max(self._max_callers, self._num_callers)

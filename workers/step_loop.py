@@ -22,7 +22,7 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
-from workers.decodes import ADAPTER, COMPUTE_NS, NO_DECODES, PRELAUNCH, Decodes
+from workers.decodes import NO_DECODES, Column, Decodes
 from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -250,7 +250,7 @@ class StepLoop:
             self._take_now(self._prelauncher.release_held())
         if self._kv_disk is not None:
             decodes = self._waiting.behind_reads(decodes)
-        if self._adapters is not None and any(decodes.columns[ADAPTER].tolist()):
+        if self._adapters is not None and any(decodes.columns[Column.ADAPTER].tolist()):
             self._adapters.count_decodes(decodes)
         if self._prelauncher.queued and not self._engine.runner.can_launch:
             # Where steps are launched, they are while requests for them arrive.
@@ -268,7 +268,7 @@ class StepLoop:
             self._answers.results += answers
             if answered.size:
                 self._follow(answered)
-        if any(decodes.columns[ADAPTER].tolist()):
+        if any(decodes.columns[Column.ADAPTER].tolist()):
             decodes = self._waiting.with_adapters(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
@@ -404,7 +404,7 @@ class StepLoop:
         if self._prelauncher.queued:
             prelaunched = decodes.prelaunched
             ahead = decodes.take(prelaunched)
-            wanted = prelaunched | (decodes.columns[PRELAUNCH] > 0)
+            wanted = prelaunched | (decodes.columns[Column.PRELAUNCH] > 0)
             is_shared = self._scheduler.has_others or not all(wanted.tolist())
             # Of a recurrent state, one token can be undone without computing it again.
             may_go_on = not is_shared and self._engine.kv_table.states is None
@@ -415,13 +415,13 @@ class StepLoop:
             self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
             decodes = decodes.take(~prelaunched)
         if decodes.size:
-            self._engine.stats.count_decodes(decodes.columns[COMPUTE_NS].tolist())
+            self._engine.stats.count_decodes(decodes.columns[Column.COMPUTE_NS].tolist())
             self._answers.results.append(decodes)
             self._follow(decodes, launched)
 
     def _follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
         """Prelaunches what follows these answers. `launched`: the next ones that run already."""
-        if self._prelauncher.may_follow(wanted=any(decodes.columns[PRELAUNCH].tolist())):
+        if self._prelauncher.may_follow(wanted=any(decodes.columns[Column.PRELAUNCH].tolist())):
             self._answers.answered += self._prelauncher.follow(decodes, launched)
         else:
             self._answers.answered += decodes.sequences

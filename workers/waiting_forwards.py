@@ -14,7 +14,7 @@ import numpy as np
 from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers
-from workers.decodes import ADAPTER, Decodes
+from workers.decodes import Column, Decodes
 from workers.failures import failure_of
 from workers.kv.disk_threads import DiskReport
 from workers.kv_disk import KvDisk
@@ -89,7 +89,7 @@ class WaitingForwards:
     def with_adapters(self, decodes: Decodes) -> Decodes:
         """Those that can run, with the slots of their adapters. The others wait, or have failed."""
         adapters = self._adapters
-        can_run = decodes.columns[ADAPTER] == 0 if adapters is None else adapters.assign_slots(decodes)
+        can_run = decodes.columns[Column.ADAPTER] == 0 if adapters is None else adapters.assign_slots(decodes)
         for forward in decodes.take(~can_run).forwards():
             self._admit(forward)
         return decodes.take(can_run)

@@ -13,25 +13,7 @@ from quire.v1 import types_pb2
 
 from workers.adapters.slots import LoraAdapterMetrics
 from workers.common import worker_pb2
-from workers.decodes import (
-    ARRIVED_NS,
-    BATCH_ITEMS,
-    CALLER,
-    CHOSEN,
-    COMPUTE_NS,
-    DEADLINE,
-    LORA_SLOT,
-    NEVER,
-    OP_ID,
-    POSITION,
-    PRELAUNCH,
-    PROMPT_LEN,
-    QUEUE_NS,
-    SEQUENCE,
-    TOKEN,
-    WIDTH,
-    Decodes,
-)
+from workers.decodes import NEVER, WIDTH, Column, Decodes
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.forward_options import DTYPES, UNKNOWN_SIZES, ModelSizes, options_of, plain_draw, plain_output
 from workers.kv.table import PoolUsage
@@ -69,13 +51,13 @@ if TYPE_CHECKING:
     from workers.models.model import ModelDescription
 
 # The numbers of each row of a DecodesCommand: those of `Decodes` up to the deadline, then the seed.
-_SEED = DEADLINE + 1
+_SEED = Column.DEADLINE + 1
 _DECODE_NUMBERS = _SEED + 1
 _LONGEST_NS = 1 << 62
 # `prelaunch` is less than this in a row: what is more is the index of the options.
 _PRELAUNCH_VALUES = 256
 # Those of each row of a DecodesDone.
-_DONE = [OP_ID, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS]
+_DONE = [Column.OP_ID, Column.CHOSEN, Column.QUEUE_NS, Column.COMPUTE_NS, Column.BATCH_ITEMS]
 
 
 _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind for kind in Kind}
@@ -132,7 +114,7 @@ def to_decodes(
     Raises ValueError for rows of another size, or an unknown index of options.
     """
     rows = np.frombuffer(message.rows, "<u8").reshape(-1, _DECODE_NUMBERS).T
-    options, which = list(message.options), (rows[PRELAUNCH] // _PRELAUNCH_VALUES).tolist()
+    options, which = list(message.options), (rows[Column.PRELAUNCH] // _PRELAUNCH_VALUES).tolist()
     if max(which) >= len(options):
         raise ValueError(f"options {max(which)} of {len(options)}")
     known, draws = zip(*map(plain_output, options, repeat(sizes)), strict=True)
@@ -148,11 +130,11 @@ def to_decodes(
     now_ns = time.monotonic_ns()
     columns = np.zeros((WIDTH, len(outputs)), np.int64)
     columns[:_SEED] = rows[:_SEED]
-    columns[LORA_SLOT] = -1
-    columns[PRELAUNCH] %= _PRELAUNCH_VALUES
-    columns[ARRIVED_NS] = now_ns
-    timeouts = np.minimum(rows[DEADLINE], _LONGEST_NS).astype(np.int64)
-    columns[DEADLINE] = np.where(timeouts > 0, now_ns + timeouts, NEVER)
+    columns[Column.LORA_SLOT] = -1
+    columns[Column.PRELAUNCH] %= _PRELAUNCH_VALUES
+    columns[Column.ARRIVED_NS] = now_ns
+    timeouts = np.minimum(rows[Column.DEADLINE], _LONGEST_NS).astype(np.int64)
+    columns[Column.DEADLINE] = np.where(timeouts > 0, now_ns + timeouts, NEVER)
     plain = [output for output in outputs if output is not None]
     if len(plain) == len(outputs):
         return Decodes(columns, plain), []
@@ -166,26 +148,26 @@ def op_ids_of(message: worker_pb2.WorkerCommand) -> list[int]:
     if message.WhichOneof("command") != "decodes":
         return [message.op_id]
     numbers = np.frombuffer(message.decodes.rows[: len(message.decodes.rows) // 8 * 8], "<u8")
-    op_ids: list[int] = numbers[OP_ID::_DECODE_NUMBERS].tolist()
+    op_ids: list[int] = numbers[Column.OP_ID :: _DECODE_NUMBERS].tolist()
     return op_ids
 
 
 def _command_of(row: list[int], options: Sequence[bytes]) -> worker_pb2.WorkerCommand:
     """A row of a DecodesCommand as a command of its own."""
     forward = worker_pb2.ForwardCommand(
-        sequence=row[SEQUENCE],
-        caller=row[CALLER],
-        position=row[POSITION],
-        token_ids=[row[TOKEN]],
-        prompt_len=row[PROMPT_LEN],
-        options=options[row[PRELAUNCH] // _PRELAUNCH_VALUES],
-        prelaunch=row[PRELAUNCH] % _PRELAUNCH_VALUES,
-        timeout_ns=row[DEADLINE],
+        sequence=row[Column.SEQUENCE],
+        caller=row[Column.CALLER],
+        position=row[Column.POSITION],
+        token_ids=[row[Column.TOKEN]],
+        prompt_len=row[Column.PROMPT_LEN],
+        options=options[row[Column.PRELAUNCH] // _PRELAUNCH_VALUES],
+        prelaunch=row[Column.PRELAUNCH] % _PRELAUNCH_VALUES,
+        timeout_ns=row[Column.DEADLINE],
         default_seed=row[_SEED],
         kind=worker_pb2.OPERATION_KIND_DECODE,
         priority=types_pb2.PRIORITY_NORMAL,
     )
-    return worker_pb2.WorkerCommand(op_id=row[OP_ID], forward=forward)
+    return worker_pb2.WorkerCommand(op_id=row[Column.OP_ID], forward=forward)
 
 
 def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, sizes: ModelSizes) -> Forward:
@@ -333,7 +315,13 @@ def to_ready(
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,
         executor=types_pb2.ExecutorCapabilities(
-            **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
+            **_fields(capabilities),
+            supports_verify=True,
+            supports_fork=True,
+            supports_sampling=True,
+            supports_prefix_reuse=True,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_items=max_batch_items,
         ),
         pages_total=pool.pages_total,
         holdings=[worker_pb2.Holding(sequence=number, length=length) for number, length in holdings],

@@ -37,7 +37,7 @@ from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
 from benchmarks.in_process import LlmExecutor
-from workers.decodes import POSITION, Decodes
+from workers.decodes import Column, Decodes
 from workers.executors import launched_steps
 from workers.operations import Abort, Chunk, Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
@@ -198,7 +198,7 @@ class DevicePeer(Peer):
             nonlocal step
             assert step is not None
             columns = step.decodes.columns.copy()
-            columns[POSITION] += 1
+            columns[Column.POSITION] += 1
             following = launched_steps.launch_after(engine, step, Decodes(columns, step.decodes.outputs))
             launched_steps.finish(engine, step, following)
             step = following

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from workers.decodes import CHOSEN, OP_ID, Decodes
+from workers.decodes import Column, Decodes
 from workers.executors.engine import Engine
 from workers.operations import Command, Failed, Forward, Kind, Result
 from workers.outputs import OutputSpec
@@ -85,7 +85,7 @@ class LoopOnThread:
         """
         wanted: set[int] = set()
         for command in commands:
-            wanted |= set(command.column(OP_ID)) if isinstance(command, Decodes) else {command.op_id}
+            wanted |= set(command.column(Column.OP_ID)) if isinstance(command, Decodes) else {command.op_id}
         self.loop.submit(commands)
         found: dict[int, Result | int] = {}
         while wanted - found.keys():
@@ -100,7 +100,7 @@ class LoopOnThread:
         found: dict[int, Result | int] = {}
         for result in results:
             if isinstance(result, Decodes):
-                found |= zip(*result.columns[[OP_ID, CHOSEN]].tolist(), strict=True)
+                found |= zip(*result.columns[[Column.OP_ID, Column.CHOSEN]].tolist(), strict=True)
             elif isinstance(result, Failed):
                 raise RuntimeError(  # noqa: TRY004 - no wrong type
                     f"operation {result.op_id} failed: {result.reason}"

@@ -21,7 +21,7 @@ from tests.workers import stepping
 from workers.adapters.adapter import read_adapter
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
-from workers.decodes import ADAPTER, LORA_SLOT, NO_DECODES, Decodes
+from workers.decodes import NO_DECODES, Column, Decodes
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.lora import PackedLora
@@ -106,7 +106,7 @@ class Worker(stepping.Worker):
     def _slots_in_use(self) -> set[int]:
         scheduler = self.loop._scheduler
         columns = [scheduler.running, *scheduler._waiting._parts]
-        in_columns = {slot for decodes in columns for slot in decodes.column(LORA_SLOT) if slot >= 0}
+        in_columns = {slot for decodes in columns for slot in decodes.column(Column.LORA_SLOT) if slot >= 0}
         return in_columns | {one.lora_slot for one in scheduler._queues.forwards.values() if one.adapter}
 
     def _read(self, source: AdapterSource) -> LoadedAdapter[tuple[int, PackedLora]]:
@@ -140,7 +140,7 @@ class Worker(stepping.Worker):
 
     def _check(self, chunks: Sequence[Chunk], decodes: Decodes) -> None:
         used = [(chunk.forward.lora_slot, chunk.forward.adapter) for chunk in chunks]
-        used += zip(decodes.column(LORA_SLOT), decodes.column(ADAPTER), strict=True)
+        used += zip(decodes.column(Column.LORA_SLOT), decodes.column(Column.ADAPTER), strict=True)
         for slot, adapter in used:
             if (self.slots.holds.get(slot) if slot >= 0 else 0) != adapter:
                 self.breaches.append("a step was launched with another adapter")

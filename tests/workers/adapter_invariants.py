@@ -15,7 +15,8 @@ def check_adapters(table: AdapterTable[Any]) -> None:
     for forward in table._waiting:
         known = table._known[forward.adapter]
         is_unplaced = table._unplaced is not None and table._unplaced[0] is known
-        assert is_unplaced or known in table._reader or known.slot >= 0, "what is waited for comes"
+        is_wanted = known is table._reading or known in table._wanted
+        assert is_unplaced or is_wanted or known.slot >= 0, "what is waited for comes"
 
 
 def _check_slots(table: AdapterTable[Any]) -> None:

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from workers.decodes import Decodes, Mask
+from workers.decodes import NEVER, Decodes, Mask
 from workers.forward_queues import SHORT_TOKENS
 from workers.operations import Chunk, Forward, Kind, Priority
 from workers.scheduler import Scheduler
@@ -62,8 +62,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert all(forward.is_long == (forward.remaining > SHORT_TOKENS) for forward in held)
     _check_class(queued.short, [one for one in held if not one.is_long])
     _check_class(queued.long, [one for one in held if one.is_long])
-    watched = {entry[2] for entry in queued._deadlines if queued._if_expirable(entry)}
-    assert watched == {one.op_id for one in held if one.deadline_ns is not None and not one.has_begun}
+    deadlines = [one.deadline_ns for one in held if one.deadline_ns is not None and not one.has_begun]
+    assert queued._earliest_ns <= min(deadlines, default=NEVER)
 
 
 def _check_class(service_class: ServiceClass, held: list[Forward]) -> None:
@@ -73,7 +73,7 @@ def _check_class(service_class: ServiceClass, held: list[Forward]) -> None:
     assert all(forward.virtual_start <= service_class.virtual_time for forward in held if forward.has_begun)
     by_caller: dict[int, list[Forward]] = {}
     for forward in held:
-        by_caller.setdefault(forward.flow, []).append(forward)
+        by_caller.setdefault(forward.caller, []).append(forward)
     flows = {
         caller: (flow.forwards, flow.cost) for caller, flow in service_class.flows.items() if flow.forwards
     }
@@ -95,11 +95,12 @@ class Bench:
         self.asked: dict[int, Forward] = {}
 
     def add(self, caller: int, operations: int = 1, tokens: int = 1, **settings: object) -> list[int]:
-        """Queue operations of a caller; return their ids."""
+        """Queue operations of a caller; return their ids. 0: each has a caller of its own."""
         added = []
         for _ in range(operations):
             op_id = len(self.asked)
-            forward = Forward(op_id, op_id, 0, range(tokens), caller=caller, **settings)  # type: ignore[arg-type]
+            number = caller or -1 - op_id
+            forward = Forward(op_id, op_id, 0, range(tokens), caller=number, **settings)  # type: ignore[arg-type]
             self.scheduler.add(forward)
             self.asked[op_id] = forward
             added.append(op_id)
@@ -108,12 +109,12 @@ class Bench:
     def step(self, begin: Callable[[Forward], bool] = accept) -> list[int]:
         """Run one step; return the ids of the operations in it."""
         chunks = run_step(self.scheduler, begin)
-        self.begun.update(chunk.forward.caller for chunk in chunks if chunk.start == 0)
+        self.begun.update(max(0, chunk.forward.caller) for chunk in chunks if chunk.start == 0)
         check_invariants(self.scheduler)
         return [chunk.forward.op_id for chunk in chunks]
 
     def callers(self, op_ids: Sequence[int]) -> Counter[int]:
-        return Counter(self.asked[op_id].caller for op_id in op_ids)
+        return Counter(max(0, self.asked[op_id].caller) for op_id in op_ids)
 
 
 @dataclass(frozen=True)

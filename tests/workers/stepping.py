@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.workers.late_runner import LateRunner
 from workers.adapters.table import AdapterTable
-from workers.decodes import BATCH_ITEMS, CHOSEN, COMPUTE_NS, NO_DECODES, OP_ID, QUEUE_NS, Decodes
+from workers.decodes import NO_DECODES, Column, Decodes
 from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -98,15 +98,15 @@ class Worker:
         if not isinstance(result, Decodes):
             return [result]
         found: list[Result] = []
-        outputs = result.row_outputs or [RowOutput(token) for token in result.columns[CHOSEN].tolist()]
+        outputs = result.row_outputs or [RowOutput(token) for token in result.columns[Column.CHOSEN].tolist()]
         for row, output in zip(result.columns.T.tolist(), outputs, strict=True):
-            forward = self._asked.pop(row[OP_ID])
-            assert output.token_id == row[CHOSEN]
+            forward = self._asked.pop(row[Column.OP_ID])
+            assert output.token_id == row[Column.CHOSEN]
             forward.outputs, forward.kept, forward.steps = (output,), 1, 1
             forward.queue_ns, forward.compute_ns, forward.batch_items = (
-                row[QUEUE_NS],
-                row[COMPUTE_NS],
-                row[BATCH_ITEMS],
+                row[Column.QUEUE_NS],
+                row[Column.COMPUTE_NS],
+                row[Column.BATCH_ITEMS],
             )
             found.append(forward)
         return found

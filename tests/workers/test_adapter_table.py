@@ -194,7 +194,7 @@ def test_the_text_of_an_unexpected_error_is_not_for_clients() -> None:
     def read(source: AdapterSource) -> LoadedAdapter[str]:
         raise OSError(5, "Input/output error", "/where/adapters/are")
 
-    bench.table._reader._read = read
+    bench.table._read_source = read
     bench.change(source(1), load=True)
     bench.advance()
     (failed,) = (result for result in bench.results if isinstance(result, Failed))

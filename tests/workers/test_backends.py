@@ -15,7 +15,7 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.tiny_types import tiny_model
 from tests.workers.packing import HandPacker, HandSequence, Item
-from workers.executors.loading import choose_backend, is_quantised_for_cpu, runs_on_cuda
+from workers.executors.loading import choose_backend, lacks_on_gpu
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import new_pages
 
@@ -51,7 +51,7 @@ def test_on_a_gpu_recurrent_layers_are_native_and_wider_latents_are_left_to_the_
     choice = choose_backend(directory, "auto", on_cuda=True)
     assert (choice.backend, choice.reason) == ("transformers" if reason else "native", reason)
     if family in ("falcon_h1", "mamba2"):  # with quantised weights, "--device auto" takes the CPU
-        assert is_quantised_for_cpu(directory, "q8_0")
+        assert lacks_on_gpu(directory, "auto", "q8_0") == "quantised weights"
 
 
 @pytest.mark.parametrize(("head_dim", "backend"), [(32, "transformers"), (64, "native")])
@@ -68,8 +68,8 @@ def test_on_a_gpu_a_head_width_without_kernels_is_left_to_the_library(
     assert choose_backend(directory, "auto") == ("native", 97, "")
     assert choose_backend(directory, "auto", on_cuda=True) == (backend, 97, reason)
     assert choose_backend(directory, "transformers", on_cuda=True) == ("transformers", 97, "")
-    assert runs_on_cuda(directory, "auto") and runs_on_cuda(directory, "transformers")
-    assert runs_on_cuda(directory, "native") == (head_dim == 64)
+    assert not lacks_on_gpu(directory, "auto") and not lacks_on_gpu(directory, "transformers")
+    assert lacks_on_gpu(directory, "native") == ("" if head_dim == 64 else "head_dim")
     if head_dim == 32:
         with pytest.raises(UnsupportedError, match=r"head_dim: must be one of .* got 32"):
             choose_backend(directory, "native", on_cuda=True)

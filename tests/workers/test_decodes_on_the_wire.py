@@ -14,7 +14,7 @@ from service.pool import wire as gateway_wire
 from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
 from workers.common import worker_pb2
-from workers.decodes import ARRIVED_NS, COMPUTE_NS, DEADLINE, Decodes
+from workers.decodes import Column, Decodes
 from workers.forward_options import ModelSizes
 from workers.operations import Command, Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, RowOutput
@@ -139,8 +139,8 @@ def test_equal_options_are_sent_and_decoded_once() -> None:
     assert list(message.decodes.options) == [options]
     decodes, others = worker_wire.to_decodes(message.decodes, SIZES)
     assert not others and len(decodes.kinds) == 1
-    arrived_ns = decodes.columns[ARRIVED_NS]
-    assert (arrived_ns > 0).all() and (decodes.columns[DEADLINE] > arrived_ns).all()
+    arrived_ns = decodes.columns[Column.ARRIVED_NS]
+    assert (arrived_ns > 0).all() and (decodes.columns[Column.DEADLINE] > arrived_ns).all()
 
 
 def test_options_that_are_not_there_are_refused() -> None:
@@ -162,7 +162,7 @@ def test_results_are_those_of_forwards(*, has_outputs: bool) -> None:
     decodes = Decodes.done(forwards)
     if has_outputs:
         forwards[1].outputs[0].top_ids, forwards[1].outputs[0].top_logprobs = [1, 2], [-1.0, -2.0]
-    for forward, compute_ns in zip(forwards, decodes.column(COMPUTE_NS), strict=True):
+    for forward, compute_ns in zip(forwards, decodes.column(Column.COMPUTE_NS), strict=True):
         forward.compute_ns = compute_ns
     events = [worker_wire.to_event(forward) for forward in forwards]
     one_by_one = gateway_wire.to_events(worker_pb2.ConnectResponse(events=events))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.model_factory import TinyModel, make_model
 from tests.workers.stepping import Worker
 from workers.drafting import Drafting
+from workers.executors.draft_model import difference
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
-from workers.executors.tokenizer_ids import difference
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.sizing import KvSizingError
 from workers.kv.table import KvTable

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -25,15 +24,10 @@ from tests.workers.packing import (
 )
 from tests.workers.page_faults import PAGE_FAULTS, Victim
 from workers.kv.tensors import KvTensors
-from workers.models.embedding_attention import EmbeddingAttention
+from workers.models.embedding_attention import HEAD_DIM, NUM_HEADS, VOCAB_SIZE, EmbeddingAttention
 from workers.models.model import PAGE_SIZE
 
 PRIME = 2**31 - 1
-SIZES: list[dict[str, Any]] = [
-    {"vocab_size": 64},
-    {"vocab_size": 50, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16},
-    {"vocab_size": 99, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8},
-]
 PAGES = 500
 
 
@@ -45,51 +39,41 @@ def sign(i: int, x: int) -> int:
     return 1 if 2 * turn(i, x) < PRIME else -1
 
 
-def sums_by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[int]:
-    """The sums of all heads at the last of the tokens, in one layer. Those of positions are zeros."""
-    layer = model.kv_layers[0]
-    kv_heads, signs, group = layer.kv_heads, layer.key_dim - 2, model.num_heads // layer.kv_heads
-    found = []
-    for head in range(kv_heads):
-        rows = []
-        for position, token in enumerate(tokens):
-            numbers = [head * signs + c for c in range(signs)]
-            rows.append([sign(i, token + 1) * sign(kv_heads * signs + i, position + 1) for i in numbers])
-        for index in range(group):
-            c = (len(tokens) - 1 + index) % signs
-            accepted = [row for row in rows if index == 0 or row[c] == rows[-1][c]]
-            found += [len(accepted), 0, *map(sum, zip(*accepted, strict=True))]
+def sums_by_hand(tokens: list[int]) -> list[int]:
+    """The sums of both heads at the last of the tokens. Those of positions are zeros."""
+    signs, found = HEAD_DIM - 2, []
+    rows = [
+        [sign(i, token + 1) * sign(signs + i, position + 1) for i in range(signs)]
+        for position, token in enumerate(tokens)
+    ]
+    for index in range(NUM_HEADS):
+        c = (len(tokens) - 1 + index) % signs
+        accepted = [row for row in rows if index == 0 or row[c] == rows[-1][c]]
+        found += [len(accepted), 0, *map(sum, zip(*accepted, strict=True))]
     return found
 
 
-def phases_by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[int]:
+def phases_by_hand(tokens: list[int]) -> list[int]:
     """The phases after the last of the tokens."""
-
-    def phases(text: list[int]) -> list[int]:
-        sums = sums_by_hand(model, text)
-        of_pair = [
-            sum(one * (pow(16807, i * len(sums) + j + 2, PRIME) % 8191) for j, one in enumerate(sums))
-            for i in range(model.kv_layers[0].key_dim // 2)
-        ]
-        return [number % 8191 for number in of_pair]
-
-    for _ in model.kv_layers[1:]:
-        tokens = [phases(tokens[: end + 1])[0] % model.vocab_size for end in range(len(tokens))]
-    return phases(tokens)
+    sums = sums_by_hand(tokens)
+    of_pair = [
+        sum(one * (pow(16807, i * len(sums) + j + 2, PRIME) % 8191) for j, one in enumerate(sums))
+        for i in range(HEAD_DIM // 2)
+    ]
+    return [number % 8191 for number in of_pair]
 
 
-def logits_by_hand(model: EmbeddingAttention, tokens: list[int]) -> list[float]:
-    width = model.kv_layers[0].key_dim
-    steps = max(2**bits for bits in range(12) if width * 4**bits <= 2**24)
+def logits_by_hand(tokens: list[int]) -> list[float]:
+    steps = max(2**bits for bits in range(12) if HEAD_DIM * 4**bits <= 2**24)
 
     def row(turns: list[float]) -> list[int]:
         angles = [2 * math.pi * each for each in turns]
         return [round(steps * circle(angle)) for angle in angles for circle in (math.cos, math.sin)]
 
-    hidden = row([phase / 8191 for phase in phases_by_hand(model, tokens)])
+    hidden = row([phase / 8191 for phase in phases_by_hand(tokens)])
     logits = []
-    for token in range(model.vocab_size):
-        own = row([turn(i, token + 1) / PRIME for i in range(width // 2)])
+    for token in range(VOCAB_SIZE):
+        own = row([turn(i, token + 1) / PRIME for i in range(HEAD_DIM // 2)])
         logits.append(sum(a * b for a, b in zip(hidden, own, strict=True)) / steps**2)
     return logits
 
@@ -100,9 +84,8 @@ def pages_of(model: EmbeddingAttention, *, packed: bool) -> KvTensors:
     return kv
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_formula(sizes: dict[str, int]) -> None:
-    model = EmbeddingAttention("cpu", **sizes)
+def test_formula() -> None:
+    model = EmbeddingAttention()
     kv = poisoned_pages(model, 9)
     packer = HandPacker(16, [7, 2, 5, 1, 8])
     texts = [[5, 9, 9, 41, 0] * 7, [3], [49, 1, 12]]
@@ -111,26 +94,22 @@ def test_formula(sizes: dict[str, int]) -> None:
     model.forward(inputs, kv)
     inputs = packer.pack([Item(sequences[0], texts[0][-1:]), Item(sequences[2], texts[2][-1:])])
     logits = model.logits(model.forward(inputs, kv))
-    assert logits.dtype == torch.float32 and logits.shape == (2, model.vocab_size)
+    assert logits.dtype == torch.float32 and logits.shape == (2, VOCAB_SIZE)
     for row, text in zip(logits, (texts[0], texts[2]), strict=True):
-        assert row.tolist() == logits_by_hand(model, text), "whole numbers, but for a power of 2"
+        assert row.tolist() == logits_by_hand(text), "whole numbers, but for a power of 2"
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("sizes", [{}, *SIZES])
-def test_bits_do_not_depend_on_company(sizes: dict[str, int], packed: bool) -> None:
-    model = EmbeddingAttention("cpu", **{"vocab_size": 97} | sizes)
+def test_bits_do_not_depend_on_company(packed: bool) -> None:
+    model = EmbeddingAttention()
     model.packs_kv = packed
-    texts = [[token % model.vocab_size for token in text] for text in random_texts(6, (1, 90, 200))]
-    assert_same_bits(model, texts, "in chunks")
+    assert_same_bits(model, random_texts(6, (1, 90, 200)), "in chunks")
 
 
-@pytest.mark.parametrize("sizes", [{}, *SIZES])
-def test_bits_do_not_depend_on_kernels(sizes: dict[str, int]) -> None:
+def test_bits_do_not_depend_on_kernels() -> None:
     """All sums are exact, at any length, so an order of them cannot matter."""
-    model, dice = EmbeddingAttention("cpu", **sizes), random.Random(3)
-    lengths = (1, 700) if sizes else (1, 700, 4000)
-    texts = [[dice.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
+    model, dice = EmbeddingAttention(), random.Random(3)
+    texts = [[dice.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 700, 4000)]
     found = []
     for packed in (True, False):
         items = [Item(HandSequence(), text, (0, len(text) // 2, -1)) for text in texts]
@@ -140,7 +119,7 @@ def test_bits_do_not_depend_on_kernels(sizes: dict[str, int]) -> None:
 
 
 def test_trees() -> None:
-    model = EmbeddingAttention("cpu", vocab_size=97)
+    model = EmbeddingAttention()
     for path, rows in rows_of_trees(model, poisoned_pages(model), new_packer(1)):
         alone = model.forward(
             new_packer(2).pack([Item(HandSequence(), path, range(-len(rows), 0))]), poisoned_pages(model)
@@ -172,7 +151,7 @@ def noticed(model: EmbeddingAttention, kv: KvTensors, trials: int) -> tuple[Coun
         packer = HandPacker(PAGE_SIZE, dice.sample(range(PAGES), PAGES))
         # Half of all lengths are of a few pages.
         length = dice.randint(2, 3000) if trial % 2 else int(2 * 1500 ** dice.random())
-        texts = [[dice.randrange(model.vocab_size) for _ in range(length)] for _ in range(2)]
+        texts = [[dice.randrange(VOCAB_SIZE) for _ in range(length)] for _ in range(2)]
         one, other = HandSequence(), HandSequence()
         rows = model.forward(packer.pack([Item(one, texts[0]), Item(other, texts[1])]), kv)
         own, token = list(one.pages), int(model.logits(rows)[0].argmax())
@@ -193,33 +172,22 @@ def test_any_fault_of_a_page_changes_the_next_tokens(trials: int, packed: bool) 
     assert sum(found.values()) >= 0.99 * trials, (found, made)
 
 
-@pytest.mark.parametrize("vocab_size", [1024])
-def test_greedy_texts_are_diverse(vocab_size: int) -> None:
+def test_greedy_texts_are_diverse() -> None:
     """As diverse as drawn tokens; nor do they repeat what was said last."""
-    model, dice = EmbeddingAttention("cpu", vocab_size=vocab_size), random.Random(2)
+    model, dice = EmbeddingAttention(), random.Random(2)
     kv, packer, sequence = pages_of(model, packed=True), HandPacker(16, range(PAGES)), HandSequence()
-    tokens = continued(model, kv, packer, sequence, dice.randrange(vocab_size), 1000)
-    drawn = len({dice.randrange(vocab_size) for _ in tokens})
+    tokens = continued(model, kv, packer, sequence, dice.randrange(VOCAB_SIZE), 1000)
+    drawn = len({dice.randrange(VOCAB_SIZE) for _ in tokens})
     assert len(set(tokens)) > 0.9 * drawn
     assert sum(a == b for a, b in itertools.pairwise(tokens)) < 40
     assert max(Counter(tokens).values()) < 40
 
 
-def test_sizes_that_fit_no_heads_are_refused() -> None:
-    for sizes in ({"num_heads": 3, "num_kv_heads": 2}, {"head_dim": 2}):
-        with pytest.raises(ValueError, match="sizes"):
-            EmbeddingAttention("cpu", **sizes)
-
-
-def test_the_executor_passes_sizes_through() -> None:
-    executor = PagedAttentionExecutor.create(
-        kv_pages=8, vocab_size=300, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
-    )
-    described, able = executor.info(), executor.capabilities()
-    assert (described.vocab_size, described.num_layers, described.head_dim) == (300, 3, 16)
-    assert (described.num_attention_heads, described.num_kv_heads) == (4, 2)
+def test_the_executor_describes_it() -> None:
+    executor = PagedAttentionExecutor.create(kv_pages=8)
+    able = executor.capabilities()
     assert able.kv_capacity_tokens == 8 * PAGE_SIZE and able.batch_invariant
-    assert able.bytes_per_page == PAGE_SIZE * 3 * 2 * 2 * 16 * 4
+    assert able.bytes_per_page == PAGE_SIZE * 2 * HEAD_DIM * 4
     prompt = list(range(40))
     text = [executor.prefill(1, prompt).token_id]
     text.append(executor.decode(1, text[0]).token_id)

@@ -29,7 +29,7 @@ from workers.executors.loading import (
     NATIVE,
     TRANSFORMERS,
     choose_backend,
-    is_quantised_for_cpu,
+    lacks_on_gpu,
     load_served,
 )
 from workers.models.decoder import Decoder
@@ -118,7 +118,7 @@ def test_it_is_native_on_a_gpu_too(of_makers: Path, tmp_path: Path) -> None:
     assert choose_backend(of_makers, AUTO).backend == NATIVE
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 64}))  # as the real ones have
     assert choose_backend(tmp_path, AUTO, on_cuda=True).backend == NATIVE
-    assert not is_quantised_for_cpu(tmp_path)
+    assert not lacks_on_gpu(tmp_path, AUTO)
 
 
 def without(name: str) -> dict[str, torch.Tensor | None]:

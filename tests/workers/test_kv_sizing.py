@@ -7,7 +7,7 @@ import pytest
 from workers.kv.sizing import (
     GpuMemory,
     KvSizingError,
-    check_weights_fit,
+    check_fits,
     choose_num_gpu_pages,
     choose_num_pages,
 )
@@ -54,8 +54,8 @@ def test_on_the_cpu_too_large_a_number_is_refused() -> None:
 
 
 def test_weights_may_take_all_that_is_free() -> None:
-    check_weights_fit("model", GIB, GIB)
+    check_fits("the weights of model", GIB, GIB)
     with pytest.raises(
         KvSizingError, match="weights of model do not fit: they need 2048 MiB, 1024 MiB are free"
     ):
-        check_weights_fit("model", 2 * GIB, GIB)
+        check_fits("the weights of model", 2 * GIB, GIB)

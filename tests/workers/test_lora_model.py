@@ -27,9 +27,7 @@ from tests.model_factory import (
 from tests.workers.company import DIFFERING, assert_same_bits
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts, rows_in_chunks
 from workers.models.decoder import Decoder
-from workers.models.embedding_attention import EmbeddingAttention
-from workers.models.errors import UnsupportedError
-from workers.models.lora import Adaptable, LoraPair, LoraWeights
+from workers.models.lora import LoraPair, LoraWeights
 from workers.models.registry import FAMILIES
 from workers.models.stacked_experts import separated_values
 
@@ -239,10 +237,3 @@ def test_its_bytes_are_those_of_its_matrices(small: Path) -> None:
     plain = sum(2 * (pair.a.numel() + pair.b.numel()) for pair in weights.values())
     assert decoder.pack_lora(weights).bytes == plain
     assert decoder.pack_lora({}).bytes == 0
-
-
-def test_other_models_take_none() -> None:
-    model = EmbeddingAttention()
-    assert model.max_lora_slots == 0 and model.adaptable() == Adaptable()
-    with pytest.raises(UnsupportedError):
-        model.allocate_lora(1, 8)

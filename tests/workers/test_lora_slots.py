@@ -169,7 +169,7 @@ def test_the_memory_is_taken_when_the_first_adapter_is_loaded(tmp_path: Path) ->
     assert model.max_lora_slots == 0
     assert all(projection.lora is None for _, projection in model._projections())
     reads: list[AdapterRead] = []
-    table._reader._on_thread = lambda read: read()
+    table._on_thread = lambda read: read()
     table.report_to(reads.append)
     table.change(ChangeAdapters(1, (AdapterSource(1, str(adapter)),), load=True))
     table.read(reads.pop())

@@ -16,7 +16,7 @@ from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
 from workers import answers as answers_module
 from workers import extra_samples, prelaunch, step_loop
 from workers.adapters.table import AdapterTable
-from workers.decodes import OP_ID, Decodes
+from workers.decodes import Column, Decodes
 from workers.kv import integrity
 from workers.kv.page_pool import IntegrityError
 from workers.operations import (
@@ -441,7 +441,7 @@ def test_requests_of_several_messages_are_answered_together(worker: Worker) -> N
     worker.loop.take()
     worker.loop.flush()
     first, second = worker._results
-    assert isinstance(first, Decodes) and first.columns[OP_ID].tolist() == [11, 12]
+    assert isinstance(first, Decodes) and first.columns[Column.OP_ID].tolist() == [11, 12]
     assert second == Done(20)
 
 
@@ -518,7 +518,7 @@ def test_a_loop_that_stops_answers_what_is_in_flight() -> None:
     worker.loop.take()
     worker.loop.run()
     (done,) = worker._results
-    assert isinstance(done, Decodes) and done.columns[OP_ID].tolist() == [3]
+    assert isinstance(done, Decodes) and done.columns[Column.OP_ID].tolist() == [3]
 
 
 def test_forwards_that_wait_for_an_adapter_expire_while_others_are_launched_ahead() -> None:

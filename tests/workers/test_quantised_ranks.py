@@ -19,7 +19,7 @@ from tests.workers.packing import random_texts
 from tests.workers.rank_threads import split_model
 from tests.workers.test_gguf_models import Q4_K_M, TEXT, WIDE, logits
 from tests.workers.test_quantised_directories import INT8, ROUNDED
-from workers.executors.loading import is_quantised_for_cpu
+from workers.executors.loading import AUTO, lacks_on_gpu
 from workers.models.decoder import Decoder
 from workers.models.errors import UnsupportedError
 from workers.models.self_check import tolerance
@@ -145,15 +145,15 @@ def test_experts_that_a_gpu_cannot_have_together_are_refused(
     """A worker that may have a GPU or not chooses the CPU for them."""
     sizes = {"head_dim": 64, "moe_intermediate_size": 64}
     experts = plain(tmp_path, "qwen3_moe", **sizes)
-    assert not is_quantised_for_cpu(experts) and not is_quantised_for_cpu(experts, "q8_0")
+    assert not lacks_on_gpu(experts, AUTO) and not lacks_on_gpu(experts, AUTO, "q8_0")
     make.gptq(experts, **quantised)
     with pytest.raises(UnsupportedError, match="must all have one format, in the order of their inputs"):
         plan_load(experts, device="cuda")
-    assert is_quantised_for_cpu(experts)
+    assert lacks_on_gpu(experts, AUTO) == "quantised weights"
 
 
 def test_most_quantised_models_are_for_a_gpu(tmp_path: Path) -> None:
-    assert is_quantised_for_cpu(tmp_path / "nowhere") is False
+    assert not lacks_on_gpu(tmp_path / "nowhere", AUTO)
     for family in ("qwen3", "qwen3_moe"):
         file = in_gguf(tmp_path / family, Q4_K_M, family, head_dim=64, moe_intermediate_size=256)
-        assert not is_quantised_for_cpu(file)
+        assert not lacks_on_gpu(file, AUTO)

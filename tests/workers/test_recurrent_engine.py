@@ -21,7 +21,10 @@ from tests.workers.packing import poison
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing
 from workers.executors.memory import new_table
+from workers.kv.sequence import KvSequence
 from workers.kv.state_tensors import StateTensors
+from workers.kv.states import MAX_BEHIND, StateSlots
+from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.decoder import Decoder
 from workers.models.library.loading import make_library_model
@@ -319,3 +322,26 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
             found[engine].append(forwards[-1].outputs[-1].logits)
             position += size
     assert found[alone] == found[together]
+
+
+def test_no_sequence_gets_a_state_that_other_weights_have_made() -> None:
+    """Its tokens are those of another one, which was computed before the weights were replaced, or after."""
+    states = StateSlots(12, PAGE_SIZE, PAGE_SIZE)
+    table = KvTable(PAGES, PAGE_SIZE, states)
+
+    def append(sequence: KvSequence) -> None:
+        table.reserve(sequence, PAGE_SIZE)
+        states.begin(sequence)
+        states.run([(sequence, PAGE_SIZE)])
+        table.append(sequence, range(len(sequence), len(sequence) + PAGE_SIZE))
+        states.end(sequence.key)
+
+    before, after, last = (table.create(key) for key in range(3))
+    append(before)
+    table.forget_prefixes()
+    for sequence in (after, last):
+        for _ in range(2 + MAX_BEHIND // PAGE_SIZE):
+            append(sequence)
+        table.truncate(sequence, len(sequence) - PAGE_SIZE - 1)
+        assert not states.is_near(sequence)
+    table.check_integrity()

@@ -47,7 +47,7 @@ def forward(
         list(range(tokens)),
         rows=rows,
         deadline_ns=deadline_ns,
-        caller=caller,
+        caller=caller or -1 - op_id,
     )
 
 
@@ -228,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(steps <= PATIENCE_STEPS for steps in self.passed_over.values())
         shares = self.scheduler._shares
         waiting = (self.held.keys() - ran).intersection(short_line)
-        if any(shares.get(self.held[op_id].flow, 1) > 0 for op_id in waiting):
+        if any(shares.get(self.held[op_id].caller, 1) > 0 for op_id in waiting):
             short = [chunk for chunk in chunks if chunk.forward.remaining <= SHORT_TOKENS]
             limits = self.scheduler
             assert (

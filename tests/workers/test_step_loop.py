@@ -10,7 +10,7 @@ import pytest
 
 from tests.workers.stepping import Worker
 from workers import answers, extra_samples, sampling
-from workers.decodes import OP_ID, Decodes
+from workers.decodes import Column, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
 from workers.logging import fields_of
@@ -61,7 +61,7 @@ def fail_with_two(worker: Worker, patch: pytest.MonkeyPatch) -> None:
     execute = worker._execute
 
     def fail(chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
-        if any(chunk.forward.op_id == 2 for chunk in chunks) or 2 in decodes.column(OP_ID):
+        if any(chunk.forward.op_id == 2 for chunk in chunks) or 2 in decodes.column(Column.OP_ID):
             raise RuntimeError("planted")
         return execute(chunks, decodes)
 

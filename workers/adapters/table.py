@@ -12,7 +12,9 @@ Used by the thread of the step loop, except where said.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
@@ -20,9 +22,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from workers.adapters.errors import AdapterError
-from workers.adapters.reader import AdapterReader, OnThread, on_thread
 from workers.adapters.slots import KnownAdapter, LoadedAdapter, LoraAdapterMetrics, ResidentAdapters, Slots
-from workers.decodes import ADAPTER, LORA_SLOT, Decodes, Mask
+from workers.decodes import Column, Decodes, Mask
 from workers.operations import (
     AdapterLoaded,
     AdapterRead,
@@ -38,6 +39,13 @@ from workers.operations import (
 _log = logging.getLogger(__name__)
 _Weights = TypeVar("_Weights")
 
+OnThread = Callable[[Callable[[], None]], None]
+"""Calls a function on another thread."""
+
+
+def _on_thread(function: Callable[[], None]) -> None:
+    threading.Thread(target=function, name="adapter", daemon=True).start()
+
 
 class AdapterTable(Generic[_Weights]):
     """Owner of the adapters that are known, and of the forwards that wait for one."""
@@ -47,10 +55,15 @@ class AdapterTable(Generic[_Weights]):
         model: Slots[_Weights],
         read: Callable[[AdapterSource], LoadedAdapter[_Weights]],
         max_bytes: int,
-        on_thread: OnThread = on_thread,
+        on_thread: OnThread = _on_thread,
     ) -> None:
-        """`read` is called on another thread and raises AdapterError. `max_bytes`: of all in memory."""
-        self._reader = AdapterReader(read, on_thread)
+        """`read` is called `on_thread` and raises AdapterError. `max_bytes`: of all in memory."""
+        self._read_source, self._on_thread = read, on_thread
+        # Called from the reading thread.
+        self._submit: Callable[[AdapterRead], None]
+        # Those to be read, in order, and the one that is being read.
+        self._wanted: deque[KnownAdapter[_Weights]] = deque()
+        self._reading: KnownAdapter[_Weights] | None = None
         self._resident = ResidentAdapters(model, max_bytes)
         self._known: dict[int, KnownAdapter[_Weights]] = {}
         # Read, and without room so far.
@@ -66,7 +79,7 @@ class AdapterTable(Generic[_Weights]):
 
     def report_to(self, submit: Callable[[AdapterRead], None]) -> None:
         """Whom the reading thread tells what it has read. The step loop calls `read` with it."""
-        self._reader.submit = submit
+        self._submit = submit
 
     @property
     def max_adapters(self) -> int:
@@ -124,7 +137,7 @@ class AdapterTable(Generic[_Weights]):
 
     def count_decodes(self, decodes: Decodes) -> None:
         """As `count`, for those of some plain decodes that have an adapter."""
-        for index in decodes.columns[ADAPTER].nonzero()[0].tolist():
+        for index in decodes.columns[Column.ADAPTER].nonzero()[0].tolist():
             self.count(decodes.forward(index))
 
     def admit(self, forward: Forward) -> bool:
@@ -149,10 +162,10 @@ class AdapterTable(Generic[_Weights]):
     def assign_slots(self, decodes: Decodes) -> Mask:
         """Sets the slots of plain decodes, for as long as they are scheduled. Returns which can run now."""
         can_run = np.ones(decodes.size, np.bool_)
-        for index in decodes.columns[ADAPTER].nonzero()[0].tolist():
-            slot = self._slot_for(decodes.columns[ADAPTER].item(index))
+        for index in decodes.columns[Column.ADAPTER].nonzero()[0].tolist():
+            slot = self._slot_for(decodes.columns[Column.ADAPTER].item(index))
             can_run[index] = slot is not None
-            decodes.columns[LORA_SLOT, index] = -1 if slot is None else slot
+            decodes.columns[Column.LORA_SLOT, index] = -1 if slot is None else slot
         return can_run
 
     def _slot_for(self, adapter: int) -> int | None:
@@ -165,7 +178,7 @@ class AdapterTable(Generic[_Weights]):
 
     def read(self, result: AdapterRead) -> None:
         """Takes what the reading thread has read, or why it could not."""
-        known = self._reader.finish()
+        known, self._reading = self._reading, None
         # If not, it was removed meanwhile; its number may be another adapter's by now.
         if known is not None and self._known.get(result.number) is known:
             if isinstance(result.outcome, LoadedAdapter):
@@ -238,14 +251,25 @@ class AdapterTable(Generic[_Weights]):
     # Reading.
 
     def _want(self, known: KnownAdapter[_Weights]) -> None:
-        if self._unplaced is None or self._unplaced[0] is not known:
-            self._reader.want(known)
-            self._read_next()
+        is_read = self._unplaced is not None and self._unplaced[0] is known
+        if not is_read and known is not self._reading and known not in self._wanted:
+            self._wanted.append(known)
+        self._read_next()
 
     def _read_next(self) -> None:
-        """Starts to read the next adapter, unless one has no room."""
-        if self._unplaced is None:
-            self._reader.start()
+        """Starts to read the next adapter, unless one is being read or has no room."""
+        if self._wanted and self._reading is None and self._unplaced is None:
+            self._reading = self._wanted.popleft()
+            self._on_thread(functools.partial(self._run, self._reading.source))
+
+    def _run(self, source: AdapterSource) -> None:
+        """The reading thread."""
+        outcome: object
+        try:
+            outcome = self._read_source(source)
+        except Exception as error:
+            outcome = error
+        self._submit(AdapterRead(source.number, outcome))
 
     # Slots.
 
@@ -273,7 +297,9 @@ class AdapterTable(Generic[_Weights]):
         known = self._known.pop(number, None)
         if known is None:
             return
-        self._reader.forget(known)
+        if known in self._wanted:
+            # One that is being read is read to its end.
+            self._wanted.remove(known)
         if known.slot >= 0:
             self._resident.remove(known)
         if self._unplaced is not None and self._unplaced[0] is known:

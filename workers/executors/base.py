@@ -84,8 +84,28 @@ class ModelExecutor:
         self._draft_model: ModelExecutor | None = None
         self.text = text or ModelText()
         self._model = model
-        self._capabilities = dataclasses.replace(
-            _capabilities(self.name, model, engine),
+        kv = engine.kv
+        self._capabilities = Capabilities(
+            executor=self.name,
+            runner=engine.runner.name,
+            kernels=active_kernels(kv.device),
+            products=active_products(
+                kv.device,
+                model.dtype,
+                batch_invariant=engine.batch_invariant,
+                quantization=model.quantization or None,
+                rounds_rows=model.rounds_rows,
+            ),
+            device=str(kv.device),
+            # Models that run one sequence at a time, in the library's code, are those that take no trees.
+            supports_native_unified_decode=engine.takes_trees,
+            page_size_tokens=kv.page_size,
+            bytes_per_page=kv.bytes_per_page,
+            bytes_per_state=kv.bytes_per_state,
+            kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
+            supports_token_trees=engine.takes_trees,
+            supports_hidden_states=engine.runner.has_hidden_states,
+            batch_invariant=engine.batch_invariant,
             supports_lora=adapters is not None,
             max_lora_adapters=0 if adapters is None else adapters.max_adapters,
             backend_reason=backend_reason,
@@ -193,29 +213,3 @@ class ModelExecutor:
         return dataclasses.replace(
             status, step_age_ns=drafting.step_age_ns, step_expected_ns=drafting.step_expected_ns
         )
-
-
-def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabilities:
-    kv = engine.kv
-    return Capabilities(
-        executor=name,
-        runner=engine.runner.name,
-        kernels=active_kernels(kv.device),
-        products=active_products(
-            kv.device,
-            model.dtype,
-            batch_invariant=engine.batch_invariant,
-            quantization=model.quantization or None,
-            rounds_rows=model.rounds_rows,
-        ),
-        device=str(kv.device),
-        # Models that run one sequence at a time, in the library's code, are those that take no trees.
-        supports_native_unified_decode=engine.takes_trees,
-        page_size_tokens=kv.page_size,
-        bytes_per_page=kv.bytes_per_page,
-        bytes_per_state=kv.bytes_per_state,
-        kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
-        supports_token_trees=engine.takes_trees,
-        supports_hidden_states=engine.runner.has_hidden_states,
-        batch_invariant=engine.batch_invariant,
-    )

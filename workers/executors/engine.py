@@ -21,18 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.batch import captured_rows, output_specs, pack, sampling_rows
-from workers.decodes import (
-    ARRIVED_NS,
-    BATCH_ITEMS,
-    CHOSEN,
-    COMPUTE_NS,
-    NO_DECODES,
-    POSITION,
-    QUEUE_NS,
-    TOKEN,
-    Decodes,
-    Mask,
-)
+from workers.decodes import NO_DECODES, Column, Decodes, Mask
 from workers.distribution import apply_drafts
 from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.step_results import accepted_drafts, draws_of, row_outputs, scores_of, without_failed
@@ -124,7 +113,7 @@ class Engine:
         if self.kv_table.states is not None:
             allowed = self._with_states(self.kv_table.states, decodes, allowed)
         decodes.rows, begun = self.kv_table.reserve_next(
-            decodes.sequences, decodes.columns[POSITION], allowed
+            decodes.sequences, decodes.columns[Column.POSITION], allowed
         )
         if self.kv_table.states is not None:
             for sequence in decodes.take(begun).sequences:
@@ -211,7 +200,7 @@ class Engine:
     def history_of(self, decodes: Decodes, index: int) -> NDArray[np.int64]:
         """The tokens of a sequence, and that of its decode. See `HistoryOf`."""
         known = self._known(decodes.sequences[index]).token_ids.as_array().astype(np.int64)
-        return np.append(known, decodes.columns[TOKEN, index])
+        return np.append(known, decodes.columns[Column.TOKEN, index])
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
@@ -284,13 +273,13 @@ class Engine:
     ) -> None:
         """Commits the tokens of plain decodes, whose rows are the first ones of the step."""
         columns, started_ns = decodes.columns, decodes.started_ns
-        self.kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
-        columns[CHOSEN] = chosen
+        self.kv_table.append_next(decodes.rows, columns[Column.POSITION], columns[Column.TOKEN])
+        columns[Column.CHOSEN] = chosen
         # Nobody waits for those that have not arrived yet: theirs is 0.
-        arrived = decodes.column(ARRIVED_NS)
-        columns[QUEUE_NS] = [started_ns - arrived_ns if arrived_ns else 0 for arrived_ns in arrived]
-        columns[COMPUTE_NS] = time.monotonic_ns() - started_ns
-        columns[BATCH_ITEMS] = items
+        arrived = decodes.column(Column.ARRIVED_NS)
+        columns[Column.QUEUE_NS] = [started_ns - arrived_ns if arrived_ns else 0 for arrived_ns in arrived]
+        columns[Column.COMPUTE_NS] = time.monotonic_ns() - started_ns
+        columns[Column.BATCH_ITEMS] = items
         decodes.row_outputs = outputs
 
     def append(

@@ -25,16 +25,12 @@ class Capabilities:
     supports_token_trees: bool
     supports_hidden_states: bool
     batch_invariant: bool
-    supports_verify: bool = True
-    supports_fork: bool = True
-    supports_sampling: bool = True
-    supports_prefix_reuse: bool = True
-    supports_lora: bool = False
-    max_lora_adapters: int = 0
+    supports_lora: bool
+    max_lora_adapters: int
     # The setting or tensor because of which the transformers library runs the model and not native code.
-    backend_reason: str = ""
+    backend_reason: str
     # The recurrent state of a sequence. 0: the model has none.
-    bytes_per_state: int = 0
+    bytes_per_state: int
     # The name of the model that drafts; "": none does.
     draft_model: str = ""
 

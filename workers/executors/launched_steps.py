@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.batch import HistoryOf, pack, sampling_rows
-from workers.decodes import CHOSEN, NO_DECODES, POSITION, TOKEN, Decodes
+from workers.decodes import NO_DECODES, Column, Decodes
 from workers.executors.engine import Engine
 from workers.executors.step_results import row_outputs
 from workers.operations import Chunk
@@ -85,7 +85,9 @@ def launch_after(
 
     None, without an effect: not all of `decodes` have pages, or the runner cannot.
     """
-    decodes.rows, begun = engine.kv_table.reserve_next(decodes.sequences, decodes.columns[POSITION], ahead=1)
+    decodes.rows, begun = engine.kv_table.reserve_next(
+        decodes.sequences, decodes.columns[Column.POSITION], ahead=1
+    )
     if not all(begun.tolist()):
         return None
     places, rows = None, list[SamplingRow]()
@@ -127,7 +129,7 @@ def finish(engine: Engine, step: StepInFlight, following: StepInFlight | None = 
     engine.stats.step_ends(items)
     engine.append_decodes(step.decodes, chosen.numpy(), outputs, items)
     if following is not None:
-        tokens, chosen_now = following.decodes.columns[TOKEN], step.decodes.columns[CHOSEN]
+        tokens, chosen_now = following.decodes.columns[Column.TOKEN], step.decodes.columns[Column.CHOSEN]
         if following.places is None:
             tokens[:] = chosen_now
         else:

@@ -25,6 +25,7 @@ from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
 from workers.models import passed_checks
 from workers.models.active_kernels import check_cuda_kernels, use_bits_of_all_cpus
+from workers.models.adapted import Adapted
 from workers.models.check_process import check_apart
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -118,36 +119,24 @@ def check_ranks(directory: Path, choice: Choice, ranks: int) -> None:
         check_split(ModelConfig.from_directory(directory), ranks)
 
 
-def runs_on_cuda(directory: Path, asked: str) -> bool:
-    """Whether a CUDA device can run a directory's model. Only native code may lack kernels for it.
+def lacks_on_gpu(directory: Path, asked: str, quantization: str | None = None) -> str:
+    """For what of a model there are no GPU kernels; "": nothing, or it cannot be read, as the load will say.
 
-    Raises ModelError if native code is requested and the config cannot be read.
+    Only native code may lack some, and what is quantised needs that.
     """
+    is_quantised = quantization is not None
     try:
-        if asked == NATIVE:
-            choose_backend(directory, asked, on_cuda=True)
+        is_quantised |= any(entry.form is not None for entry in source_of(directory).tensors().values())
+        if is_quantised or asked == NATIVE:
+            config = ModelConfig.from_directory(directory)
+            check_cuda_kernels(config)
+            if is_quantised:
+                check_gpu_formats(directory, config, quantization)
     except UnsupportedError:
-        return False
-    return True
-
-
-def is_quantised_for_cpu(directory: Path, quantization: str | None = None) -> bool:
-    """Whether weights are quantised, in the files or as they are loaded, and only a CPU runs them so.
-
-    False for what cannot be read, which the load will say.
-    """
-    try:
-        entries = source_of(directory).tensors().values()
-        if quantization is None and all(entry.form is None for entry in entries):
-            return False
-        config = ModelConfig.from_directory(directory)
-        check_cuda_kernels(config)
-        check_gpu_formats(directory, config, quantization)
-    except UnsupportedError:
-        return True
+        return "quantised weights" if is_quantised else "head_dim"
     except ModelError:
         pass
-    return False
+    return ""
 
 
 def load_served(  # noqa: PLR0913 - the settings of a load
@@ -205,7 +194,7 @@ def load_served(  # noqa: PLR0913 - the settings of a load
         raise _explained(error, directory, reason) from error
 
 
-def read_source(source: AdapterSource, model: Model, limits: LoraLimits) -> Adapter:
+def read_source(source: AdapterSource, model: Adapted, limits: LoraLimits) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
     adapter = read_adapter(directory, model.adaptable(), max_rank=limits.max_rank, max_bytes=limits.max_bytes)

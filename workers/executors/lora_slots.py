@@ -17,8 +17,8 @@ from workers.adapters.table import AdapterTable
 from workers.executors.loading import read_source
 from workers.executors.memory import LoraLimits
 from workers.executors.replacement import Served
+from workers.models.adapted import Adapted
 from workers.models.lora import PackedLora
-from workers.models.model import Model
 from workers.operations import AdapterSource
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -40,16 +40,16 @@ class ModelSlots:
     def __init__(self, served: Served, limits: LoraLimits, on_made: Callable[[], None]) -> None:
         """`on_made`: called after slots were made."""
         self._served, self._limits, self._on_made = served, limits, on_made
-        self._slot_bytes = served.model.lora_slot_bytes(limits.max_rank)
+        self._slot_bytes = self._model.lora_slot_bytes(limits.max_rank)
         self.max_lora_slots = limits.max_adapters
-        if served.model.device.type == "cuda":
+        if self._model.device.type == "cuda":
             self.max_lora_slots = most_slots(self._slot_bytes, limits)
             if not self.max_lora_slots:
                 _log.warning("no adapter can be loaded: %s", self._too_large)
 
     @property
-    def _model(self) -> Model:
-        return self._served.model
+    def _model(self) -> Adapted:
+        return self._served.adapted
 
     @property
     def _too_large(self) -> str:
@@ -107,7 +107,7 @@ def adapter_table(served: Served, limits: LoraLimits, runner: Runner) -> Adapter
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
         slots.agree(slots.find_room())
-        model = served.model
+        model = served.adapted
         adapter = read_source(source, model, limits)
         packed = model.pack_lora(adapter.weights, adapter.steering)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)

@@ -130,7 +130,7 @@ def ranked_adapters(
         slots.find_room(limits)
         key = next(keys)
         # The other ranks read it after this one, so that all have the same files.
-        adapter = read_source(source, served.model, limits)
+        adapter = read_source(source, served.adapted, limits)
         with ranks.asking(
             "read_adapter",
             directory=source.directory,
@@ -138,7 +138,7 @@ def ranked_adapters(
             key=key,
             limits=dataclasses.asdict(limits),
         ) as answers:
-            packed = served.model.pack_lora(adapter.weights)
+            packed = served.adapted.pack_lora(adapter.weights)
             answers()
         return LoadedAdapter(RankedLora(packed, key), adapter.rank, ranks.ranks * packed.bytes)
 

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from workers.kv.sizing import KvSizingError
+from workers.models.adapted import Adapted
 from workers.models.errors import ModelError, for_clients
 from workers.models.model import Model, ModelDescription
 from workers.operations import Failed, FailureReason, ReplacementRead, WeightsRead
@@ -29,6 +30,11 @@ class Served:
     """The model that runs. Nothing else may refer to it, or its memory stays when it is replaced."""
 
     model: Model
+
+    @property
+    def adapted(self) -> Adapted:
+        """A native model, which takes adapters. Nobody asks for it of another one."""
+        return cast(Adapted, self.model)
 
 
 class WeightsReplacement(Generic[_Weights]):

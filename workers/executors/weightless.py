@@ -15,7 +15,7 @@ from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
 from workers.kv.sizing import choose_num_pages
 from workers.kv.table import KvTable
-from workers.models.embedding_attention import EmbeddingAttention
+from workers.models.embedding_attention import HEAD_DIM, NUM_HEADS, VOCAB_SIZE, EmbeddingAttention
 from workers.models.model import ModelDescription, new_pages, page_bytes
 from workers.runners.eager import EagerRunner
 
@@ -26,25 +26,19 @@ class PagedAttentionExecutor(ModelExecutor):
     name = "paged-attention"
 
     @classmethod
-    def create(cls, *, device: torch.device | str = "cpu", kv_pages: int | None = None, **sizes: int) -> Self:
-        """Allocates the pool. `sizes` are those of `EmbeddingAttention`.
-
-        Raises:
-            KvSizingError: The pool does not fit.
-            ValueError: There is no model of these sizes.
-        """
-        model = EmbeddingAttention(device, **sizes)
-        layer = model.kv_layers[0]
+    def create(cls, *, device: torch.device | str = "cpu", kv_pages: int | None = None) -> Self:
+        """Allocates the pool. Raises KvSizingError if that does not fit."""
+        model = EmbeddingAttention(device)
         description = ModelDescription(
             model_id=cls.name,
             architecture=cls.name,
-            vocab_size=model.vocab_size,
+            vocab_size=VOCAB_SIZE,
             max_seq_len=32768,
-            num_layers=len(model.kv_layers),
-            hidden_size=model.num_heads * layer.key_dim,
-            num_attention_heads=model.num_heads,
-            num_kv_heads=layer.kv_heads,
-            head_dim=layer.key_dim,
+            num_layers=1,
+            hidden_size=NUM_HEADS * HEAD_DIM,
+            num_attention_heads=NUM_HEADS,
+            num_kv_heads=1,
+            head_dim=HEAD_DIM,
             dtype="float32",
         )
         kv = new_pages(model, choose_num_pages(kv_pages, page_bytes(model)))

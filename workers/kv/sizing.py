@@ -91,21 +91,11 @@ class StateSizes:
         return _MIN_STATES + num_pages * self.page_size // self.spacing
 
 
-def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
-    """Raises KvSizingError if the weights need more than `free_bytes` of their device's memory."""
+def check_fits(what: str, needed_bytes: int, free_bytes: int) -> None:
+    """Raises KvSizingError if some things need more than `free_bytes` of its device's memory."""
     if needed_bytes > free_bytes:
         raise KvSizingError(
-            f"the weights of {model} do not fit: they need {needed_bytes >> 20} MiB,"
-            f" {free_bytes >> 20} MiB are free"
-        )
-
-
-def check_states_fit(needed_bytes: int, free_bytes: int) -> None:
-    """Raises KvSizingError if the recurrent states need more than `free_bytes`."""
-    if needed_bytes > free_bytes:
-        raise KvSizingError(
-            f"the recurrent states do not fit: they need {needed_bytes >> 20} MiB,"
-            f" {free_bytes >> 20} MiB are available"
+            f"{what} do not fit: they need {needed_bytes >> 20} MiB, {free_bytes >> 20} MiB are free"
         )
 
 

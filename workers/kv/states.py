@@ -136,10 +136,10 @@ class StateSlots:
             runs.append(run)
         return runs
 
-    def appended(self, seq: KvSequence) -> Sequence[int]:
+    def appended(self, seq: KvSequence, *, is_shared: bool) -> Sequence[int]:
         """The tokens of the running step were appended to a sequence: keep what it has written.
 
-        Returns the positions for which there is a snapshot now.
+        Returns the positions for which there is a snapshot now. Not `is_shared`: there is none.
         """
         run = self._running.pop(seq.key, None)
         if run is None:
@@ -151,7 +151,7 @@ class StateSlots:
         self._set(seq.key, [base, run.writes[-1]])
         snapshots = []
         for held in run.writes:
-            if held.slot != EMPTY and held.position % self.spacing == 0:
+            if is_shared and held.slot != EMPTY and held.position % self.spacing == 0:
                 self._index(held.slot, seq.digests[held.position // self._page_size - 1])
                 snapshots.append(held.position)
             self._free_if_unused(held.slot)
@@ -203,6 +203,11 @@ class StateSlots:
         """A sequence was removed."""
         self._begun.discard(key)
         self._set(key, [])
+
+    def forget_snapshots(self) -> None:
+        """Those that there are were made by other weights. Sequences keep what they hold."""
+        for digest in list(self._slot_of):
+            self.discarded(digest)
 
     def discarded(self, digest: bytes) -> None:
         """A page gets other contents: the snapshot after it is dropped."""

@@ -111,6 +111,8 @@ class KvTable:
         Those that there are keep theirs, and their next ones are not shared, either.
         """
         self._generation += 1
+        if self.states is not None:
+            self.states.forget_snapshots()
 
     def _salted(self, salt: bytes) -> bytes:
         return b"%d|%b" % (self._generation, salt) if self._generation else salt
@@ -308,11 +310,12 @@ class KvTable:
             seq.shared_until = min(seq.shared_until, len(seq) + own)
         self._extend(seq, tokens)
         self._index_pages(seq, end)
-        if self.states is not None and (snapshots := self.states.appended(seq)):
-            self._keep(seq, snapshots)
+        if self.states is not None:
+            self._keep_states(self.states, seq)
 
-    def _keep(self, seq: KvSequence, snapshots: Sequence[int]) -> None:
-        if self._stored is not None and seq.generation == self._generation:
+    def _keep_states(self, states: StateSlots, seq: KvSequence) -> None:
+        snapshots = states.appended(seq, is_shared=seq.generation == self._generation)
+        if snapshots and self._stored is not None:
             self._stored.kept(seq, snapshots)
 
     def append_next(self, rows: Rows, positions: Rows, tokens: Rows) -> None:
@@ -327,8 +330,7 @@ class KvTable:
         if self.states is not None:
             for row in rows.tolist():
                 seq = self._in_row[row]
-                if snapshots := self.states.appended(seq):
-                    self._keep(seq, snapshots)
+                self._keep_states(self.states, seq)
                 self.states.end(seq.key)
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:

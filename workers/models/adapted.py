@@ -33,7 +33,7 @@ Layer = tuple[Sublayer, ...]
 
 
 class Adapted:
-    """The base of `Decoder`, which has the layers. See `Model` for the methods."""
+    """The base of `Decoder`, which has the layers. Only native models take adapters."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -95,6 +95,7 @@ class Adapted:
         return len(self.layers), self.config.hidden_size
 
     def lora_slot_bytes(self, max_rank: int) -> int:
+        """The memory of a slot on a GPU, in this rank's part of the model."""
         return sum(projection.lora_slot_bytes(max_rank) for _, projection in self._projections())
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
@@ -116,7 +117,10 @@ class Adapted:
     def pack_lora(
         self, weights: LoraWeights, steering: Mapping[int, torch.Tensor] = MappingProxyType({})
     ) -> PackedLora:
-        """Convert an adapter for `set_lora`. On any thread. Raises ValueError; see `workers.models.lora`."""
+        """Convert an adapter for `set_lora`, on any thread. `steering`: [C] by layer.
+
+        Raises ValueError if it does not fit; see `workers.models.lora`.
+        """
         on_cpu = self.device.type == "cpu"
         packed = pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
         if any(pair.magnitude is not None for pair in weights.values()):

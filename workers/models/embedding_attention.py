@@ -7,13 +7,13 @@ exact sums, so the bits are the same in any batch, in chunks of any size, and on
 
 Let turn(i, x) = x * 16807^(i + 2) mod P, with the prime P = 2^31 - 1. Let sign(i, x) be 1 if that is below
 P / 2, and otherwise -1. An embedding is a row of such signs, where the simplest model of this kind has a
-one-hot row. In key-value head k of K, with N = D - 2, token t at position p has the embedding
+one-hot row. Token t at position p has the embedding, with N = D - 2,
 
-    1, p, and for c = 0 .. N - 1: sign(k * N + c, t + 1) * sign(K * N + k * N + c, p + 1)
+    1, p, and for c = 0 .. N - 1: sign(c, t + 1) * sign(N + c, p + 1)
 
-Key and value are the embedding. Of the query heads that share a key-value head, the first accepts all
-positions. The one with index g accepts those whose embedding has the same sign number c = (p + g) mod N as
-that of position p. The score of position s, whose key is at place a of the sequence, is
+Key and value are the embedding. Of the two query heads the first accepts all positions, and the other one
+those whose embedding has the same sign number c = (p + 1) mod N as that of position p. The score of position
+s, whose key is at place a of the sequence, is
 
     ln 2 * ((p - s) - (p - a) - 128 * (1 if sign c differs, else 0))   without the last term in the first head
 
@@ -22,16 +22,15 @@ places and accepted have the score 0, and a sink has 64 * ln 2. So each accepted
 2^-64, others have none in float32, and a head's result times 2^64 is the sum of the accepted embeddings:
 whole numbers. A key that is d places behind its own place has 2^d times this weight.
 
-The sums of all heads and elements but p's, numbered j = 0 .. H * D - 1, become one phase for each i < D / 2:
-the sum over j of sums[j] * (16807^(i * H * D + j + 2) mod P), modulo 8191. The logit of token t is
+The sums of both heads and all elements but p's, numbered j = 0 .. 2 * D - 1, become one phase for each
+i < D / 2: the sum over j of sums[j] * (16807^(2 * i * D + j + 2) mod P), modulo 8191. The logit of token t is
 
     sum over i of cos(2 * pi * (phase[i] / 8191 - turn(i, t + 1) / P))
 
-computed as a product of rows of cosines and sines, rounded to multiples of a power of 2: an exact sum. With
-several layers, each but the last replaces the tokens by phase[0] mod V for the next one.
+computed as a product of rows of cosines and sines, rounded to multiples of a power of 2: an exact sum.
 
-Dimension letters: T tokens of the batch; R wanted rows; H query heads; K key-value heads; G = H / K; D width
-of a head; V vocabulary; L positions in the table.
+Dimension letters: T tokens of the batch; R wanted rows; H = 2 query heads; D = 32 width of a head; V = 1024
+vocabulary; L positions in the table.
 """
 
 from __future__ import annotations
@@ -50,9 +49,10 @@ from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.lora import WithoutLora
 from workers.models.page_writes import PageWrites
 
+VOCAB_SIZE, NUM_HEADS, HEAD_DIM = 1024, 2, 32
+_SIGNS, _PAIRS = HEAD_DIM - 2, HEAD_DIM // 2
 _GENERATOR, _PRIME = 16807, 2**31 - 1
 # Of phases; small enough for a table.
 _PHASES = 8191
@@ -65,7 +65,7 @@ _SINK = 64
 _EXACT = 2**24
 
 
-class EmbeddingAttention(WithoutLora):
+class EmbeddingAttention:
     """The model of the module's docstring, as a `Model`. float32."""
 
     dtype = torch.float32
@@ -73,55 +73,37 @@ class EmbeddingAttention(WithoutLora):
     has_hidden_states = False
     takes_trees = True
     packs_kv = True
+    kv_layers: tuple[LayerKv, ...] = (LayerKv(1, HEAD_DIM, HEAD_DIM),)
     state_shapes: tuple[StateShape, ...] = ()
     batch_invariant = True
     graphable = False
+    max_lora_slots = 0
+    rotation_bytes = (1 + NUM_HEADS) * HEAD_DIM * torch.float32.itemsize
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        *,
-        vocab_size: int = 1024,
-        num_layers: int = 1,
-        num_heads: int = 2,
-        num_kv_heads: int = 1,
-        head_dim: int = 32,
-    ) -> None:
-        """Compute the tables of tokens: about V * (K + H) * D elements.
-
-        Raises:
-            ValueError: The number of heads is not a multiple of K, or the width is below 3.
-        """
-        if num_heads % num_kv_heads or head_dim < 3:
-            raise ValueError(f"sizes: no model has {num_heads}, {num_kv_heads} heads of width {head_dim}")
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """Compute the tables of tokens."""
         self.device = torch.device(device)
-        self.vocab_size, self.num_heads = vocab_size, num_heads
-        self.kv_layers = (LayerKv(num_kv_heads, head_dim, head_dim),) * num_layers
-        self._group_size = num_heads // num_kv_heads
-        self._repeats = 1 < num_kv_heads < num_heads
-        self.rotation_bytes = (num_kv_heads + num_heads) * head_dim * self.dtype.itemsize
-        logarithm = torch.full((num_heads,), math.log(2), device=self.device)
+        logarithm = torch.full((NUM_HEADS,), math.log(2), device=self.device)
         self._scoring = Scoring(math.log(2), sinks=_SINK * logarithm, alibi_slopes=logarithm)
-        signs = _signs(vocab_size, 0, num_kv_heads * (head_dim - 2)).view(vocab_size, num_kv_heads, -1)
-        self._tokens = functional.pad(signs, (2, 0), value=1.0).to(self.device)  # [V, K, D]
+        signs = _signs(VOCAB_SIZE, 0)[:, None]
+        self._tokens = functional.pad(signs, (2, 0), value=1.0).to(self.device)  # [V, 1, D]
         # What multiplies the row of a token at each position, for its key and its queries.
-        self._keys, self._queries = torch.empty(0), torch.empty(0)  # [L, K, D], [L, H, D]
-        self._mixing = _mixing(num_heads * head_dim, head_dim).to(self.device)  # [H * D, D / 2]
-        pairs = head_dim // 2
-        self._phases = _circle(torch.arange(_PHASES).double() / _PHASES, pairs).to(self.device)
-        turns = _turns(vocab_size, 0, pairs).double() / _PRIME  # [V, D / 2]
-        self._head = _circle(turns, pairs).flatten(1).to(self.device)  # [V, D]
+        self._keys, self._queries = torch.empty(0), torch.empty(0)  # [L, 1, D], [L, H, D]
+        self._mixing = _mixing().to(self.device)  # [H * D, D / 2]
+        self._phases = _circle(torch.arange(_PHASES).double() / _PHASES).to(self.device)
+        turns = _turns(VOCAB_SIZE, 0, _PAIRS).double() / _PRIME  # [V, D / 2]
+        self._head = _circle(turns).flatten(1).to(self.device)  # [V, D]
 
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
-        """Attend the batch, in each layer.
+        """Attend the batch.
 
         Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
 
         Args:
-            inputs: The batch. Tokens must be below `vocab_size`.
-            kv: Pages of this model's layers and dtype.
+            inputs: The batch. Tokens must be below V.
+            kv: Pages of this model's layer and dtype.
             capture: None: it has no hidden states.
 
         Returns:
@@ -131,30 +113,21 @@ class EmbeddingAttention(WithoutLora):
         longest = max(inputs.attention.context_lens_host, default=0)
         if longest > self._keys.shape[0]:
             self._lengthen(1 << (longest - 1).bit_length())
-        key_factors = self._keys.index_select(0, inputs.positions)  # [T, K, D]
-        query_factors = self._queries.index_select(0, inputs.positions)  # [T, H, D]
-        tokens, wanted, left = inputs.token_ids, inputs.wanted_rows, len(self.kv_layers)
-        while True:
-            k_pages, v_pages = kv.layer(-left)
-            left -= 1
-            rows = self._tokens.index_select(0, tokens)  # [T, K, D]
-            embedded = rows.mul(key_factors)
-            if self._repeats:
-                rows = rows.repeat_interleave(self._group_size, dim=1)  # [T, H, D]
-            queries = rows.mul(query_factors)
-            if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
-                # Not by `paged_attention`, whose checks cost more than it does here.
-                kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
-                attended = torch.empty(queries.shape[0], self._mixing.shape[0])  # [T, H * D]
-                cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
-            else:
-                attended = self._attend(embedded, queries, k_pages, v_pages, inputs)
-            if not left and wanted.shape != tokens.shape:
-                attended = attended.index_select(0, wanted)  # [R, H * D]
-            phases = (attended.double() @ self._mixing).long().remainder_(_PHASES)  # [T, D / 2], or R of them
-            if not left:
-                return self._phases.index_select(0, phases.flatten()).view(-1, self._head.shape[1])
-            tokens = phases[:, 0].remainder(self.vocab_size)
+        rows = self._tokens.index_select(0, inputs.token_ids)  # [T, 1, D]
+        embedded = rows.mul(self._keys.index_select(0, inputs.positions))  # [T, 1, D]
+        queries = rows.mul(self._queries.index_select(0, inputs.positions))  # [T, H, D]
+        k_pages, v_pages = kv.layer(0)
+        if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+            # Not by `paged_attention`, whose checks cost more than it does here.
+            kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
+            attended = torch.empty(queries.shape[0], NUM_HEADS * HEAD_DIM)  # [T, H * D]
+            cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
+        else:
+            attended = self._attend(embedded, queries, k_pages, v_pages, inputs)
+        if inputs.wanted_rows.shape != inputs.token_ids.shape:
+            attended = attended.index_select(0, inputs.wanted_rows)  # [R, H * D]
+        phases = (attended.double() @ self._mixing).long().remainder_(_PHASES)  # [R, D / 2]
+        return self._phases.index_select(0, phases.flatten()).view(-1, HEAD_DIM)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] in the model's dtype of rows [R, D] from `forward`; owned by the caller."""
@@ -168,7 +141,7 @@ class EmbeddingAttention(WithoutLora):
         v_pages: Pages,
         inputs: ForwardInputs,
     ) -> torch.Tensor:
-        """Store keys and values [T, K, D], and attend with queries [T, H, D], on any device: [T, H * D]."""
+        """Store keys and values [T, 1, D], and attend with queries [T, H, D], on any device: [T, H * D]."""
         PageWrites(inputs.slots).write(embedded, embedded, k_pages, v_pages)
         scale, sinks, slopes = self._scoring.scale, self._scoring.sinks, self._scoring.alibi_slopes
         attended = paged_attention(
@@ -179,19 +152,16 @@ class EmbeddingAttention(WithoutLora):
 
     def _lengthen(self, length: int) -> None:
         """Have the tables of positions up to this."""
-        kv_heads, width = self.kv_layers[0].kv_heads, self.kv_layers[0].key_dim
         positions = torch.arange(length)
-        signs = _signs(length, kv_heads * (width - 2), kv_heads * (width - 2)).view(length, kv_heads, -1)
-        first = torch.stack((torch.ones(length), positions.float()), dim=-1)[:, None]  # [L, 1, 2]
-        keys = torch.cat((first.expand(-1, kv_heads, -1), signs), dim=-1)
-        queries = torch.zeros(length, kv_heads, self._group_size, width)
-        queries[..., 0] = positions[:, None, None].float()
+        signs = _signs(length, _SIGNS)  # [L, N]
+        keys = torch.cat((torch.ones(length, 1), positions[:, None].float(), signs), dim=1)
+        queries = torch.zeros(length, NUM_HEADS, HEAD_DIM)
+        queries[..., 0] = positions[:, None].float()
         queries[..., 1] = -1.0
-        queries[:, :, 1:, 0] -= _ACCEPTANCE
-        for index in range(1, self._group_size):
-            chosen = ((positions + index) % (width - 2)).view(-1, 1, 1).expand(-1, kv_heads, 1)
-            queries[:, :, index, 2:].scatter_(2, chosen, _ACCEPTANCE * signs.gather(2, chosen))
-        self._keys, self._queries = keys.to(self.device), queries.flatten(1, 2).to(self.device)
+        queries[:, 1, 0] -= _ACCEPTANCE
+        chosen = ((positions + 1) % _SIGNS)[:, None]
+        queries[:, 1, 2:].scatter_(1, chosen, _ACCEPTANCE * signs.gather(1, chosen))
+        self._keys, self._queries = keys[:, None].to(self.device), queries.to(self.device)
 
 
 def _turns(count: int, first: int, width: int) -> torch.Tensor:
@@ -200,22 +170,22 @@ def _turns(count: int, first: int, width: int) -> torch.Tensor:
     return torch.outer(torch.arange(1, count + 1), multipliers).remainder(_PRIME)
 
 
-def _signs(count: int, first: int, width: int) -> torch.Tensor:
-    """sign(first + c, x + 1) for x < count and c < width: [count, width] float32."""
-    return (_turns(count, first, width) < _PRIME // 2 + 1).float().mul_(2).sub_(1)
+def _signs(count: int, first: int) -> torch.Tensor:
+    """sign(first + c, x + 1) for x < count and c < N: [count, N] float32."""
+    return (_turns(count, first, _SIGNS) < _PRIME // 2 + 1).float().mul_(2).sub_(1)
 
 
-def _mixing(numbers: int, head_dim: int) -> torch.Tensor:
+def _mixing() -> torch.Tensor:
     """What multiplies the results of all heads in each phase: [H * D, D / 2] float64, whole times 2^64."""
-    pairs = head_dim // 2
-    flat = torch.tensor([pow(_GENERATOR, j + 2, _PRIME) % _PHASES for j in range(pairs * numbers)])
-    mixing = flat.view(pairs, numbers).T.double().contiguous()
-    mixing[1::head_dim] = 0  # Sums of positions are not exact.
+    numbers = NUM_HEADS * HEAD_DIM
+    flat = torch.tensor([pow(_GENERATOR, j + 2, _PRIME) % _PHASES for j in range(_PAIRS * numbers)])
+    mixing = flat.view(_PAIRS, numbers).T.double().contiguous()
+    mixing[1::HEAD_DIM] = 0  # Sums of positions are not exact.
     return mixing * 2.0**_SINK
 
 
-def _circle(turns: torch.Tensor, pairs: int) -> torch.Tensor:
-    """Cosines and sines, [.., 2] float32, rounded so that products of rows of these pairs are exact."""
-    steps = 2 ** int(math.log2(_EXACT / (2 * pairs)) / 2)
+def _circle(turns: torch.Tensor) -> torch.Tensor:
+    """Cosines and sines, [.., 2] float32, rounded so that products of rows of D / 2 pairs are exact."""
+    steps = 2 ** int(math.log2(_EXACT / HEAD_DIM) / 2)
     angles = 2 * math.pi * turns
     return torch.stack((angles.cos(), angles.sin()), dim=-1).mul_(steps).round_().div_(steps).float()

@@ -9,9 +9,11 @@ R rotated elements of a head, or wanted rows; I intermediate width.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn import functional
@@ -27,7 +29,6 @@ from kernels.state_rows import StateRows
 from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
 from workers.models.config import ModelConfig
-from workers.models.derived import renew
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import Projection
@@ -103,7 +104,7 @@ class Body(ABC):
 
     def renew(self) -> None:
         """Compute again what follows from the weights, which have changed in place."""
-        renew(self)
+        _renew(self)
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
@@ -377,3 +378,26 @@ class GatedMlp(Projected):
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:  # noqa: ARG002
         """See `Projected`: [T, 2 * I], or [T, I], to [T, I]."""
         return gated_activation(projected, self.activation)
+
+
+def _renew(owner: object) -> None:
+    """Compute an object's cached properties again, those that were read, in the memory where they are.
+
+    Mutates their tensors: CUDA graphs read them there.
+    """
+    for name, held in vars(owner).items():
+        attribute = getattr(type(owner), name, None)
+        if isinstance(attribute, cached_property):
+            _copy(attribute.func(owner), held)
+
+
+def _copy(new: object, held: object) -> None:
+    """Copy tensors, alone, listed or in the fields of a dataclass. What else there is does not change."""
+    if isinstance(held, torch.Tensor) and isinstance(new, torch.Tensor):
+        held.copy_(new)
+    elif isinstance(held, list | tuple) and isinstance(new, list | tuple):
+        for part, into in zip(new, held, strict=True):
+            _copy(part, into)
+    elif dataclasses.is_dataclass(held):
+        for field in dataclasses.fields(held):
+            _copy(getattr(new, field.name), getattr(held, field.name))

@@ -8,14 +8,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 
 from kernels.expert_lora import ExpertPairs, ExpertTable
 from kernels.lora_pairs import LoraPairs
 from workers import huge_pages
-from workers.models.errors import UnsupportedError
 from workers.models.linear import Linear
 from workers.models.shard import Slice
 
@@ -23,7 +21,6 @@ from workers.models.shard import Slice
 _NORMED_ROWS = 1024
 # Of the modules of a projection in a message.
 _MOST_NAMED = 3
-_REFUSAL = "adapters need a model that native code runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,32 +276,3 @@ class Adaptable:
     base: Mapping[str, BaseMatrix] = field(default_factory=dict)
     steering_shape: tuple[int, int] | None = None
     takes_dora: bool = False
-
-
-class WithoutLora:
-    """The part of `workers.models.model.Model` that is about adapters, in a model that takes none.
-
-    What would give it some raises UnsupportedError.
-    """
-
-    max_lora_slots = 0
-
-    def adaptable(self) -> Adaptable:
-        return Adaptable()
-
-    def lora_slot_bytes(self, max_rank: int) -> int:  # noqa: ARG002 - as in the interface
-        return 0
-
-    # Their arguments are those of the interface.
-    def allocate_lora(self, slots: int, max_rank: int) -> None:  # noqa: ARG002
-        raise UnsupportedError(_REFUSAL)
-
-    def pack_lora(
-        self,
-        weights: LoraWeights,  # noqa: ARG002
-        steering: Mapping[int, torch.Tensor] = MappingProxyType({}),  # noqa: ARG002
-    ) -> PackedLora:
-        raise UnsupportedError(_REFUSAL)
-
-    def set_lora(self, slot: int, packed: PackedLora | None) -> None:  # noqa: ARG002
-        raise UnsupportedError(_REFUSAL)

@@ -5,21 +5,19 @@ Dimension letters: R wanted rows; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from kernels.packed_pages import PackedKeys
 from workers.common.machine_limits import available_bytes
-from workers.kv.sizing import StateSizes, check_states_fit
+from workers.kv.sizing import StateSizes, check_fits
 from workers.kv.state_tensors import StateShape, StateTensors, state_bytes
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.lora import Adaptable, LoraWeights, PackedLora
 
 PAGE_SIZE = 16
 
@@ -85,7 +83,7 @@ class Model(Protocol):
     graphable: bool
     # Memory for each position that fits the pages, allocated in the first step.
     rotation_bytes: int
-    # The adapters that may be in memory, by their slots. 0 before `allocate_lora`.
+    # The slots for adapters. 0: it takes none, or they are not made yet; see `Adapted`.
     max_lora_slots: int
 
     def forward(
@@ -98,23 +96,6 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of the result of `forward`, in the model's dtype or float32."""
-
-    def adaptable(self) -> Adaptable:
-        """What its adapters may have."""
-
-    def lora_slot_bytes(self, max_rank: int) -> int:
-        """The memory of a slot on a GPU, in this rank's part of the model."""
-
-    def allocate_lora(self, slots: int, max_rank: int) -> None:
-        """Make empty slots, once, on the thread of forwards. Raises UnsupportedError if it takes none."""
-
-    def pack_lora(
-        self, weights: LoraWeights, steering: Mapping[int, torch.Tensor] = MappingProxyType({})
-    ) -> PackedLora:
-        """Convert it, on any thread. `steering`: [C] by layer. Raises ValueError if it does not fit."""
-
-    def set_lora(self, slot: int, packed: PackedLora | None) -> None:
-        """Replace the adapter of a slot, or empty it: for forwards after this. On their thread."""
 
 
 # How pages are stored: in the model's dtype, in bfloat16, or in 8 bits that are multiplied as bfloat16.
@@ -145,7 +126,7 @@ def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensor
         sizes = state_sizes(model, kv_dtype)
         num_states = sizes.num_states(num_pages)
         if model.device.type == "cpu":
-            check_states_fit(num_states * sizes.bytes_per_state, available_bytes())
+            check_fits("the recurrent states", num_states * sizes.bytes_per_state, available_bytes())
         states = StateTensors(model.state_shapes, num_states, sizes.spacing, model.device)
     return KvTensors(
         model.kv_layers,

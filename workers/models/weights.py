@@ -20,7 +20,7 @@ from kernels import gpu_format
 from kernels.float8_weight import Float8Format
 from kernels.weight_formats import OnGpu, WeightFormat, unrounded
 from workers.common.machine_limits import available_bytes
-from workers.kv.sizing import check_weights_fit
+from workers.kv.sizing import check_fits
 from workers.models import checkpoint
 from workers.models.builder import FormatOf, build_decoder, is_router
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
@@ -185,15 +185,7 @@ def plan_load(
         raise UnsupportedError(f"{where} is quantised already ({forms[first].name}): leave out quantization")
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
-    targets = _targets(config, directory, entries, chosen)
-    formats = formats_of(quantization, forms, config, device)
-    on_cpu = not gpu_format.is_gpu(device)
-    # On a GPU no rows are rounded, whatever is asked for: there are no two results to tell apart.
-    rounds_rows = rounds_rows or not on_cpu
-    if dtype == AUTO and on_cpu and formats is not None and _are_integers(targets, formats):
-        # Nothing is larger for it but rows, and bfloat16 would lose more than 8 bits of weights do.
-        chosen = torch.float32
-        targets = _targets(config, directory, entries, chosen)
+    targets = _targets(config, directory, entries)
     _check_shapes(targets, entries)
     if _has_own_head(config, entries):
         _log.warning(
@@ -203,19 +195,23 @@ def plan_load(
             _EMBEDDING,
         )
         config = dataclasses.replace(config, tie_word_embeddings=False)
-        targets = build_decoder(config, chosen, "meta").targets()
+        targets = _targets(config, directory, entries)
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    # Of a config that may have changed.
+    on_cpu = not gpu_format.is_gpu(device)
+    # On a GPU no rows are rounded, whatever is asked for: there are no two results to tell apart.
+    rounds_rows = rounds_rows or not on_cpu
     formats = formats_of(quantization, forms, config, device, rounds_rows=rounds_rows)
-    if group is not None or formats is not None:
-        targets = build_decoder(config, chosen, "meta", group, formats).targets()
-    weight_bytes = sum(target.nbytes for target in targets.values())
+    if dtype == AUTO and on_cpu and formats is not None and _are_integers(targets, formats):
+        # Nothing is larger for it but rows, and bfloat16 would lose more than 8 bits of weights do.
+        chosen = torch.float32
+    own = build_decoder(config, chosen, "meta", group, formats).targets()
+    weight_bytes = sum(target.nbytes for target in own.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     if in_memory:
-        check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
+        check_fits(f"the weights of {directory}", shares * weight_bytes, free_bytes)
     quantised = quantization, forms, rounds_rows
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, *quantised)
 
@@ -234,7 +230,7 @@ def check_names(directory: Path, config: ModelConfig) -> None:
         ModelError: The headers of the files cannot be read.
     """
     config, entries = _tensors_of(source_of(directory), config)
-    _targets(config, directory, entries, torch.float32)
+    _targets(config, directory, entries)
 
 
 def check_gpu_formats(directory: Path, config: ModelConfig, quantization: str | None) -> None:
@@ -417,9 +413,9 @@ def _of_mtp_head(name: str, entry: StoredTensor, config: ModelConfig) -> Iterato
 
 
 def _targets(
-    config: ModelConfig, directory: Path, entries: Mapping[str, StoredTensor], dtype: torch.dtype
+    config: ModelConfig, directory: Path, entries: Mapping[str, StoredTensor]
 ) -> dict[str, LoadTarget]:
-    """The targets of a whole model, on the device "meta".
+    """The targets of a whole model, for their names and shapes.
 
     Raises UnsupportedError unless a checkpoint has exactly their tensors.
     """
@@ -430,7 +426,7 @@ def _targets(
         raise UnsupportedError(
             f"{directory}: the config asks for {experts} experts, but the files have {len(entries)} tensors"
         )
-    targets = build_decoder(config, dtype, "meta").targets()
+    targets = build_decoder(config, torch.float32, "meta").targets()
     for name in targets:
         if name not in entries:
             more = ", and tie_word_embeddings is false: a base model without a head" if name == _HEAD else ""

@@ -20,19 +20,19 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.library.packed_linear import plain_products
-from workers.models.lora import WithoutLora
 
 # The library's plainest attention.
 EAGER = "eager"
 
 
-class LibraryModel(WithoutLora, ABC):
+class LibraryModel(ABC):
     """Implements `workers.models.model.Model` with a model of the library. Runs one forward at a time."""
 
     takes_trees = True
     packs_kv = True
     batch_invariant = False
     graphable = False
+    max_lora_slots = 0
     rotation_bytes = 0  # the library recomputes them in each step
 
     def __init__(self, module: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from kernels.weight_formats import WeightFormat
 from workers.common.machine_limits import available_bytes
-from workers.kv.sizing import check_weights_fit
+from workers.kv.sizing import check_fits
 from workers.models import checkpoint
 from workers.models.checkpoint import AUTO, StoredTensor
 from workers.models.errors import ModelError
@@ -109,9 +109,10 @@ def plan_library_model(
     chosen = checkpoint.choose_dtype(dtype, named, stored, device)
     parts = QuantisedParts(entries if device.type == "cpu" else {}, chosen, "meta")
     weight_bytes, num_parameters = _model_size(directory, settings, entries, chosen, parts)
-    check_weights_fit(str(directory), weight_bytes, available_bytes())
+    weights = f"the weights of {directory}"
+    check_fits(weights, weight_bytes, available_bytes())
     if device.type == "cuda":
-        check_weights_fit(str(directory), weight_bytes, torch.cuda.mem_get_info(device)[0])
+        check_fits(weights, weight_bytes, torch.cuda.mem_get_info(device)[0])
     held = {name: form for name in parts.targets if (form := entries[name].form) is not None}
     return LibraryPlan(
         directory, settings, entries, chosen, device, weight_bytes, num_parameters, held, rounds_rows
