@@ -5,29 +5,23 @@ Does not load torch, and does not know which models run on a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from service.config import Config
 
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 _TIMEOUT_S = 20.0
-_PCI = Path("/sys/bus/pci/devices")
-_BUS_ID = re.compile(r"[0-9a-f]*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
-    """One of this machine. `cores`: those near it; empty if the machine does not tell."""
+    """One of this machine."""
 
     index: str
     uuid: str
-    cores: frozenset[int] = frozenset()
 
 
 def chosen(config: Config, environ: Mapping[str, str] = os.environ) -> list[Gpu]:
@@ -72,16 +66,4 @@ def _found() -> list[Gpu]:
     except (OSError, subprocess.SubprocessError):
         return []
     lines = [[part.strip() for part in line.split(",")] for line in listed.stdout.splitlines()]
-    return [Gpu(line[0], line[1], _cores_near(line[2])) for line in lines if len(line) == 3]
-
-
-def _cores_near(bus_id: str) -> frozenset[int]:
-    """Those of its NUMA node. `bus_id` as nvidia-smi has it, with a domain of eight digits."""
-    found = _BUS_ID.fullmatch(bus_id.lower())
-    cores: set[int] = set()
-    with contextlib.suppress(OSError, ValueError):
-        listed = (_PCI / (found[1] if found else "") / "local_cpulist").read_text(encoding="ascii").strip()
-        for part in listed.split(","):
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
+    return [Gpu(*line) for line in lines if len(line) == 2]

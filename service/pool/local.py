@@ -68,7 +68,7 @@ class LocalLauncher:
         self._stopping: list[asyncio.Task[int | None]] = []
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
-        files = await self._open()
+        files = self._open()
         for file in files:
             self._epochs.continue_after(file.epoch)
         wanted = {config.worker_id: (config, settings_of(config, self.assign(config))) for config in configs}
@@ -96,7 +96,7 @@ class LocalLauncher:
                 self._stopping.append(asyncio.create_task(process.stop(grace_s=0)))
         return adopted
 
-    async def _open(self) -> list[WorkerFile]:
+    def _open(self) -> list[WorkerFile]:
         """Opens the directory and its socket. Without those of `data_dir`, workers end with this gateway.
 
         Returns the files of workers of earlier gateways. Raises PoolFailed.
@@ -105,14 +105,14 @@ class LocalLauncher:
             self._warn_of_grace("this system cannot watch processes of another gateway")
         try:
             if self._data_dir is not None:
-                return await self._use(self._data_dir)
+                return self._use(self._data_dir)
         except (OSError, ValueError, CannotListen) as error:
             self._opened.close()
             self._warn_of_grace(str(error))
         try:
             temporary = TemporaryDirectory()
             self._opened.callback(temporary.close)
-            return await self._use(temporary.path)
+            return self._use(temporary.path)
         except (OSError, ValueError, CannotListen) as error:
             raise PoolFailed(f"workers need a socket in the temporary directory: {error}") from None
 
@@ -123,12 +123,12 @@ class LocalLauncher:
             _log.warning("the socket for workers is in the temporary directory", error=why)
         self._grace_s = 0.0
 
-    async def _use(self, place: Path) -> list[WorkerFile]:
+    def _use(self, place: Path) -> list[WorkerFile]:
         """Raises OSError, ValueError or CannotListen."""
         self._directory = directory = WorkerDirectory(place)
         self._epochs = Epochs(directory)
         self._opened.callback(directory.close)
-        last_epoch, self._gateway_id = await directory.begin()
+        last_epoch, self._gateway_id = directory.begin()
         self._epochs.continue_after(last_epoch)
         # Only this user can connect, and only gateways of this directory know the id.
         self._port = WorkerPort(f"{UNIX}{directory.socket}", None, self._gateway_id.encode())
@@ -204,10 +204,6 @@ class LocalLauncher:
             env=_environment(own),
             start_new_session=self._grace_s > 0,
         )
-        if cores := cores_near(own):
-            # It has one thread at this moment; those that it starts inherit this.
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(child.pid, cores)
         on_stopped = functools.partial(self._directory.remove, file)
         try:
             return LocalProcess(child.pid, endpoint, on_stopped, child=child)
@@ -228,11 +224,6 @@ def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[Gpu]) -> str:
     digest.update(",".join(gpu.uuid for gpu in own).encode())
     digest.update(without(config, _NOT_COMPARED).SerializeToString(deterministic=True))
     return digest.hexdigest()
-
-
-def cores_near(gpus: Sequence[Gpu]) -> set[int]:
-    """The usable cores near GPUs; empty: no others than all."""
-    return set[int]().union(*(gpu.cores for gpu in gpus)) & os.sched_getaffinity(0)
 
 
 def _command(socket: Path, file: WorkerFile, config: worker_pb2.WorkerConfig) -> list[str]:

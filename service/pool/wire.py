@@ -220,9 +220,6 @@ def _to_error(error: worker_pb2.WorkerError) -> QuireError:
         case worker_pb2.WORKER_ERROR_REASON_ADAPTER:
             return AdapterLost(error.detail)
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
-            unsupported = Unsupported("this executor cannot do it")
-            if error.field:
-                unsupported.metadata["field"] = error.field
-            return unsupported
+            return Unsupported("this executor cannot do it", field=error.field)
         case _:
             return WorkerFault()
