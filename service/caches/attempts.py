@@ -37,12 +37,7 @@ class Attempts:
     """Owns the running attempts."""
 
     def __init__(
-        self,
-        context: Context,
-        workers: Workers,
-        kv: KvPlacement,
-        parked: ParkedOperations,
-        max_wait_s: float,
+        self, context: Context, workers: Workers, kv: KvPlacement, parked: ParkedOperations, max_wait_s: float
     ) -> None:
         self._context = context
         self._workers = workers

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.cli.machine import warn_of_machine
-from service.cli.one_gateway import run_gateway
 from service.config import Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
@@ -24,6 +23,7 @@ from service.logging import configure_logging
 from service.model_check import quantised
 from service.model_names import is_hub_model
 from service.printable import escaped
+from service.server import run_gateway
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 

@@ -43,12 +43,7 @@ _NOT_COMPARED = ("log_level", "model_was_proved")
 class LocalLauncher:
     """Owner of `workers/` in `data_dir`, or in a temporary directory that `close` removes."""
 
-    def __init__(
-        self,
-        data_dir: Path | None,
-        orphan_grace_s: float,
-        gpus: Sequence[Gpu] = (),
-    ) -> None:
+    def __init__(self, data_dir: Path | None, orphan_grace_s: float, gpus: Sequence[Gpu] = ()) -> None:
         """Without a `data_dir` no later gateway can find the workers.
 
         `gpus`: for the workers, one after the other. Those beyond see all GPUs.

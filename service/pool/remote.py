@@ -59,11 +59,7 @@ class RemoteLauncher:
     """Owner of the leases of one shard. Those of all shards share the port."""
 
     def __init__(
-        self,
-        data_dir: Path | None,
-        config: Config,
-        port: WorkerPort,
-        lease: FencedLease | None = None,
+        self, data_dir: Path | None, config: Config, port: WorkerPort, lease: FencedLease | None = None
     ) -> None:
         """Without a `data_dir` or a `lease` the next gateway is another one for the workers."""
         self._config = config
