@@ -19,7 +19,7 @@ from service.temporary_directory import TemporaryDirectory
 from workers.common.regular_files import open_regular
 from workers.common.trusted import make_private
 
-# What uploads leave free on the disk, for the journal. A start below it warns.
+# What uploads leave free on the disk, for the journal.
 RESERVE_BYTES = 1 << 30
 # Of an upload, beside the time that a message may take.
 LEAST_BYTES_PER_S: Final = 256 << 10

@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.cli.machine import warn_of_machine
 from service.config import Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
@@ -119,7 +118,6 @@ def _run(config: Config) -> int:
     if serve is None:
         check_gateways(data_directory(config), 1)
     configure_logging(config.log_level)
-    warn_of_machine(config)
     return run_gateway(config) if serve is None else serve()
 
 
