@@ -23,7 +23,6 @@ from service.dispatcher import Dispatcher
 from service.extension import Extension
 from service.journal.values import StoredValues
 from service.pool import wire
-from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions, is_gone, model_argument
@@ -52,7 +51,7 @@ class Core:
         opened: OpenShard,
         tenant_of: Callable[[str], Tenant] | None = None,
         extensions: Sequence[Extension] = (),
-        gpus: Sequence[Gpu] = (),
+        gpus: Sequence[str] = (),
         worker_port: WorkerPort | None = None,
     ) -> None:
         """`tenant_of`: the owner of recovered caches. `extensions`: some observe appends and commits.
@@ -111,7 +110,7 @@ class Core:
     def _new_launcher(
         self,
         opened: OpenShard,
-        gpus: Sequence[Gpu],
+        gpus: Sequence[str],
         extensions: Sequence[Extension],
         worker_port: WorkerPort | None,
     ) -> Launcher:

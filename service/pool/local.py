@@ -20,7 +20,6 @@ from pathlib import Path
 
 from service.listening import CannotListen
 from service.logging import get_logger
-from service.pool.gpus import Gpu
 from service.pool.launcher import PoolFailed
 from service.pool.process import LocalProcess, can_watch, find_process
 from service.pool.worker_directory import Epochs, WorkerDirectory, WorkerFile, in_thread
@@ -43,7 +42,7 @@ _NOT_COMPARED = ("log_level", "model_was_proved")
 class LocalLauncher:
     """Owner of `workers/` in `data_dir`, or in a temporary directory that `close` removes."""
 
-    def __init__(self, data_dir: Path | None, orphan_grace_s: float, gpus: Sequence[Gpu] = ()) -> None:
+    def __init__(self, data_dir: Path | None, orphan_grace_s: float, gpus: Sequence[str] = ()) -> None:
         """Without a `data_dir` no later gateway can find the workers.
 
         `gpus`: for the workers, one after the other. Those beyond see all GPUs.
@@ -162,7 +161,7 @@ class LocalLauncher:
             except CannotListen as error:
                 raise OSError(0, error.why, error.listen) from None
 
-    def assign(self, config: worker_pb2.WorkerConfig) -> Sequence[Gpu]:
+    def assign(self, config: worker_pb2.WorkerConfig) -> Sequence[str]:
         """The GPUs of a worker's own; empty: it sees all. Writes its index among what it sees."""
         ranks = max(1, config.tensor_parallel)
         own = self._gpus[config.device_index * ranks :][:ranks]
@@ -185,7 +184,7 @@ class LocalLauncher:
             return ""
 
     def _start(
-        self, file: WorkerFile, endpoint: NamedWorker, config: worker_pb2.WorkerConfig, own: Sequence[Gpu]
+        self, file: WorkerFile, endpoint: NamedWorker, config: worker_pb2.WorkerConfig, own: Sequence[str]
     ) -> LocalProcess:
         """Raises OSError."""
         # Not asyncio's subprocess, which kills its processes when the event loop is closed.
@@ -213,10 +212,10 @@ class LocalLauncher:
         self._opened.close()
 
 
-def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[Gpu]) -> str:
+def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[str]) -> str:
     """A digest of what decides what a worker computes, and of how it is spoken to. `own`: its GPUs."""
     digest = hashlib.blake2b(PROTOCOL.encode(), digest_size=16)
-    digest.update(",".join(gpu.uuid for gpu in own).encode())
+    digest.update(",".join(own).encode())
     digest.update(without(config, _NOT_COMPARED).SerializeToString(deterministic=True))
     return digest.hexdigest()
 
@@ -226,7 +225,7 @@ def _command(socket: Path, file: WorkerFile, config: worker_pb2.WorkerConfig) ->
     return [*command, "--name", file.name, "--lock", str(file.path), "--log-level", config.log_level]
 
 
-def _environment(own: Sequence[Gpu]) -> dict[str, str]:
+def _environment(own: Sequence[str]) -> dict[str, str]:
     """The gateway's environment and import path: the worker runs in another directory. `own`: its GPUs."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = child_process.import_path()
@@ -234,5 +233,5 @@ def _environment(own: Sequence[Gpu]) -> dict[str, str]:
     # the gateway and its clients wait; see docs/reports/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     if own:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in own)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return environment
