@@ -18,34 +18,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from service import setting_rules as rules
 from service.model_names import MODELS, SHIPPED_MODEL
-from service.setting_rules import (
-    AUTO,
-    COUNT,
-    DAY_S,
-    DTYPES,
-    FILE,
-    GRACE_S,
-    HOST_PORT_ADDRESS,
-    MAX_WORKERS,
-    MEMORY_BYTES,
-    MESSAGE_BYTES,
-    MIB,
-    REASONING_PARSERS,
-    SWITCH,
-    TIMEOUT_S,
-    TOOL_CALL_PARSERS,
-    YEAR_S,
-    Range,
-    Text,
-    is_absolute_path,
-    is_directory,
-    is_journal,
-    is_listen_address,
-    is_path,
-    is_revision,
-    with_port,
-)
+from service.setting_rules import AUTO, MIB, SWITCH, Range, Text
 from service.settings import Conflict, Port, Setting, declared, setting
 from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 from workers.common.draft_models import MTP_HEAD
@@ -148,25 +123,25 @@ class Config:
     model_revision: str | None = setting(
         None,
         "commit, branch or tag of a model on the hub; auto is its main branch",
-        Text(is_revision, f"must be the name of a commit, branch or tag, or {AUTO}"),
+        Text(rules.is_revision, f"must be the name of a commit, branch or tag, or {AUTO}"),
     )
     tool_call_parser: str = setting(
         AUTO,
         "how the model writes tool calls, by vLLM's names; auto: as its chat template shows; none: they are"
         " text",
-        TOOL_CALL_PARSERS,
+        rules.TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = setting(
         AUTO,
         "how the model marks its thoughts; auto: as its chat template shows; none: they are part of the"
         " answer",
-        REASONING_PARSERS,
+        rules.REASONING_PARSERS,
     )
     dtype: str = setting(
         AUTO,
         "data type of weights and activations; auto is the model's, but on a CPU float32 for float16, and"
         " where all matrices are quantised",
-        DTYPES,
+        rules.DTYPES,
     )
     quantization: str = setting(
         UNQUANTISED,
@@ -204,7 +179,7 @@ class Config:
         "directory or GGUF file of a smaller model with the same tokenizer, which drafts what speculative"
         f" decoding verifies; or {MTP_HEAD}: the model's own head for multi-token prediction does",
         Text(
-            lambda value: value == MTP_HEAD or is_absolute_path(value),
+            lambda value: value == MTP_HEAD or rules.is_absolute_path(value),
             f"must be an absolute path, or {MTP_HEAD}",
         ),
     )
@@ -215,7 +190,7 @@ class Config:
         "127.0.0.1:50051",
         "the address to listen on; port 0 is a free port",
         Text(
-            is_listen_address,
+            rules.is_listen_address,
             f"must be host:port, [ipv6]:port, or unix:/path of at most {MAX_SOCKET_PATH_BYTES} bytes",
         ),
         group="addresses and access",
@@ -224,31 +199,31 @@ class Config:
     insecure: str = setting(
         "off", "allow remote clients without TLS: the network can read and change all traffic", SWITCH
     )
-    tls_cert: str = setting("", "PEM file of the server's certificate and its chain; enables TLS", FILE)
-    tls_key: str = setting("", "PEM file of the certificate's key", FILE)
+    tls_cert: str = setting("", "PEM file of the server's certificate and its chain; enables TLS", rules.FILE)
+    tls_key: str = setting("", "PEM file of the certificate's key", rules.FILE)
     tls_client_ca: str = setting(
-        "", "PEM file of CAs; clients must have a certificate that one of them signed", FILE
+        "", "PEM file of CAs; clients must have a certificate that one of them signed", rules.FILE
     )
-    tokens: str = setting("", "TOML file of bearer tokens and tenants, see `quire token`", FILE)
+    tokens: str = setting("", "TOML file of bearer tokens and tenants, see `quire token`", rules.FILE)
     workers: int | None = setting(
         1,
         "number of workers; each loads the weights and serves a part of the sequences; auto is one per GPU,"
         " one on the CPU",
-        Range(1, MAX_WORKERS),
+        Range(1, rules.MAX_WORKERS),
         group="workers and their memory",
     )
     pool_listen: str = setting(
         "",
         "let workers that `quire worker --gateway` has started dial this gateway here, in place of own"
         " ones; as many as `workers` says are used",
-        HOST_PORT_ADDRESS,
+        rules.HOST_PORT_ADDRESS,
         port=Port(of_each_gateway=True),
     )
     pool: str = setting(
         "",
         "directory of the certificates by which gateways and workers of other hosts know each other, made by"
         " `quire pool init`",
-        Text(is_directory, "must be a directory"),
+        Text(rules.is_directory, "must be a directory"),
     )
     tensor_parallel: int = setting(
         1,
@@ -271,7 +246,7 @@ class Config:
         "",
         "directory in which workers on the CPU store their KV, to read it back instead of computing it again"
         " after it was evicted, or after a restart; workers of a host share it",
-        Text(is_absolute_path, "must be an absolute path"),
+        Text(rules.is_absolute_path, "must be an absolute path"),
     )
     kv_disk_gb: float = setting(
         16.0, "maximum size of all files in kv_disk, in 10^9 bytes", Range(0.001, 1_000_000)
@@ -293,7 +268,7 @@ class Config:
     adapters: str = setting(
         "",
         "directory of LoRA adapters for all tenants: each subdirectory in PEFT's layout is one, by its name",
-        Text(is_directory, "must be a directory"),
+        Text(rules.is_directory, "must be a directory"),
         group="LoRA adapters",
     )
     max_lora_adapters: int = setting(
@@ -309,19 +284,19 @@ class Config:
     max_lora_bytes: int = setting(
         2 << 30,
         "maximum memory of a worker for adapters, and maximum size of an adapter's file",
-        MEMORY_BYTES,
+        rules.MEMORY_BYTES,
     )
     max_batch_tokens: int | None = setting(
         None,
         "maximum tokens in one step of a worker; longer prompts are split into chunks; auto is 512, and 4096"
         " on a GPU",
-        COUNT,
+        rules.COUNT,
         group="steps",
     )
     max_mixed_prefill_tokens: int | None = setting(
         None,
         "maximum prompt tokens in a step that also decodes; auto is as many as double the step's time",
-        COUNT,
+        rules.COUNT,
     )
     max_batch_items: int = setting(256, "maximum items in one step of a worker", Range(1, 65_536))
     max_queued_operations: int = setting(
@@ -331,45 +306,47 @@ class Config:
         Range(1, 1 << 24),
         group="limits",
     )
-    max_lease_s: float = setting(float(DAY_S), "longest lease of a cache", Range(1, YEAR_S))
-    max_request_bytes: int = setting(16 * MIB, "maximum size of a request", MESSAGE_BYTES)
-    max_response_bytes: int = setting(64 * MIB, "maximum size of a response", MESSAGE_BYTES)
+    max_lease_s: float = setting(float(rules.DAY_S), "longest lease of a cache", Range(1, rules.YEAR_S))
+    max_request_bytes: int = setting(16 * MIB, "maximum size of a request", rules.MESSAGE_BYTES)
+    max_response_bytes: int = setting(64 * MIB, "maximum size of a response", rules.MESSAGE_BYTES)
     max_journal_bytes: int = setting(
         256 * MIB,
         "maximum size of the journal's contents: 4 bytes per token, which forks share, and 664 per cache; and"
         " a cache for each 4096 of them at most",
-        MEMORY_BYTES,
+        rules.MEMORY_BYTES,
     )
     max_unread_bytes: int = setting(
         512 * MIB,
         "maximum memory for all answers that are being computed or not yet read; one of more than 4 KiB"
         " counts three times, as often as it is in memory, and a tenant can use half; half as much is for"
         " requests that are slow to arrive, each of which counts as max_request_bytes, and for HTTP bodies",
-        MEMORY_BYTES,
+        rules.MEMORY_BYTES,
     )
     message_timeout_s: float = setting(
         30.0,
         "timeout for a request to arrive, for the handshake of a new connection, and for a client to read"
         " what a Session, Execute or HTTP answers",
-        TIMEOUT_S,
+        rules.TIMEOUT_S,
     )
     max_connections: int = setting(
         4096,
         "maximum gRPC connections, and as many over HTTP; further ones are closed; a quarter as many Sessions"
         " and other request streams may be open, and requests over HTTP",
-        COUNT,
+        rules.COUNT,
     )
     drain_grace_s: float = setting(
-        30.0, "how long a stopping server waits for calls in flight", GRACE_S, group="stopping"
+        30.0, "how long a stopping server waits for calls in flight", rules.GRACE_S, group="stopping"
     )
     lame_duck_s: float = setting(
-        0.0, "how long a stopping server still accepts calls after health checks return NOT_SERVING", GRACE_S
+        0.0,
+        "how long a stopping server still accepts calls after health checks return NOT_SERVING",
+        rules.GRACE_S,
     )
     heartbeat_timeout_s: float = setting(
         10.0,
         "a worker that sends nothing for this time is killed and replaced; so is one whose step takes longer"
         " than six times this and 20 times the expected time",
-        TIMEOUT_S,
+        rules.TIMEOUT_S,
         group="worker health",
     )
     journal: str = setting(
@@ -378,7 +355,7 @@ class Config:
         " also one of the machine; auto is disk if there is a data_dir, else memory; postgresql://... is a"
         " database of PostgreSQL, with peer_listen; other addresses are for extensions",
         Text(
-            is_journal,
+            rules.is_journal,
             f"must be {AUTO}, disk, disk-fsync, memory, or postgresql://USER@HOST/DATABASE without a"
             " password, which PGPASSWORD or a password file (PGPASSFILE) has",
         ),
@@ -388,13 +365,13 @@ class Config:
         60.0,
         "how long workers keep running after the gateway was killed, for the next one with the same data_dir"
         " and settings to adopt; with 0 they end with the gateway",
-        GRACE_S,
+        rules.GRACE_S,
     )
     data_dir: str | None = setting(
         None,
         "directory for the journal and for the adoption of workers; auto is one for each address and model in"
         " the user's state directory, and none with port 0; a journal in memory has none",
-        Text(is_path, f"must be a directory, or {AUTO}"),
+        Text(rules.is_path, f"must be a directory, or {AUTO}"),
     )
     log_level: str = setting(
         "info",
@@ -448,7 +425,7 @@ class Config:
         for name, one in all_settings().items():
             if one.port is not None and (address := values[name]):
                 for index in range(self.gateways if one.port.of_each_gateway else 1):
-                    yield one, index, with_port(address, index) if index else address
+                    yield one, index, rules.with_port(address, index) if index else address
 
     def of_gateway(self, index: int) -> Config:
         """The configuration of one of several gateways of this host, with ports of its own."""

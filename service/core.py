@@ -23,7 +23,6 @@ from service.dispatcher import Dispatcher
 from service.extension import Extension
 from service.journal.values import StoredValues
 from service.pool import wire
-from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
 from service.pool.local import LocalLauncher
 from service.pool.model_versions import ModelVersions, is_gone, model_argument
@@ -52,7 +51,7 @@ class Core:
         opened: OpenShard,
         tenant_of: Callable[[str], Tenant] | None = None,
         extensions: Sequence[Extension] = (),
-        gpus: Sequence[Gpu] = (),
+        gpus: Sequence[str] = (),
         worker_port: WorkerPort | None = None,
     ) -> None:
         """`tenant_of`: the owner of recovered caches. `extensions`: some observe appends and commits.
@@ -88,12 +87,7 @@ class Core:
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes, self.values)
         self.adapter_loader = AdapterLoader(
-            self.adapters,
-            self.adapter_store,
-            self.pool,
-            self.caches,
-            config,
-            self.caches.adapter_contents(),
+            self.adapters, self.adapter_store, self.pool, self.caches, config, self.caches.adapter_contents()
         )
         self.caches.parts.context.digest_of = self.adapters.digest_of
         self.weight_uploads = WeightUploads(directory, versions, config)
@@ -116,7 +110,7 @@ class Core:
     def _new_launcher(
         self,
         opened: OpenShard,
-        gpus: Sequence[Gpu],
+        gpus: Sequence[str],
         extensions: Sequence[Extension],
         worker_port: WorkerPort | None,
     ) -> Launcher:

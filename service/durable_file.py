@@ -1,4 +1,4 @@
-"""Writes small files that survive a crash of the system."""
+"""Small files that survive a crash of the system."""
 
 from __future__ import annotations
 
@@ -37,3 +37,12 @@ def write(path: Path, text: str, *, sync: bool = True) -> None:
             _log.warning("the directory cannot be synced", path=str(path), error=error.strerror)
     finally:
         os.close(directory)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a directory, survive a crash of the system. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -21,7 +21,8 @@ NOT_FAILURES = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, System
 class QuireError(Exception):
     """A failure with a stable reason and the name of its gRPC code.
 
-    `metadata` has values for programs, as strings.
+    `metadata` has values for programs, as strings. `field` is the path of a field of the request, such as
+    `items[3].token_id`; empty if it is about none.
     """
 
     code: str = "INTERNAL"
@@ -39,12 +40,18 @@ class QuireError(Exception):
         cls.retry_after_s = retry_after_s
 
     def __init__(
-        self, message: str | None = None, *, retry_after_s: float | None = None, **metadata: object
+        self,
+        message: str | None = None,
+        *,
+        field: str = "",
+        retry_after_s: float | None = None,
+        **metadata: object,
     ) -> None:
         """Arguments that are not given have the values that the class declares."""
         if message is not None:
             self.message = message
         super().__init__(self.message)
+        self.field = field
         self.metadata = {name: str(value) for name, value in metadata.items()}
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
@@ -55,14 +62,18 @@ class QuireError(Exception):
             self.metadata["index"] = str(index)
         return self
 
-    def at(self, field: str) -> QuireError:
-        """The same failure of a field with this path, as the caller knows it. Itself if it names none."""
-        if not (own := self.metadata.get("field")):
-            return self
-        text, metadata = self.message.replace(own, field, 1), {**self.metadata, "field": field}
-        error = QuireError(text, retry_after_s=self.retry_after_s, **metadata)
-        error.code, error.reason = self.code, self.reason
+    def at(self, field: str) -> Self:
+        """The same failure with the path of the field as the caller knows it, also in the message."""
+        text = self.message
+        if text.startswith((f"{self.field} ", f"{self.field}: ")):
+            text = field + text.removeprefix(self.field)
+        error = type(self).__new__(type(self), text)
+        vars(error).update(vars(self), message=text, field=field)
         return error
+
+    def nested_in(self, prefix: str) -> Self:
+        """The same failure with the field's path as seen from the enclosing message."""
+        return self.at(f"{prefix}.{self.field}")
 
     def without_traceback(self) -> Self:
         """Drops the traceback of an error that is stored or sent. Returns itself.
@@ -75,19 +86,11 @@ class QuireError(Exception):
 
 
 class InvalidArgument(QuireError, code="INVALID_ARGUMENT"):
-    """The request is invalid. `field` is the path of the field, such as `items[3].token_id`."""
+    """The request is invalid."""
 
     def __init__(self, reason: str, field: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(message, field=field)
         self.reason = reason
-        self.field = field
-
-    def at(self, field: str) -> InvalidArgument:
-        return InvalidArgument(self.reason, field, self.message)
-
-    def nested_in(self, prefix: str) -> InvalidArgument:
-        """The same failure with the field's path as seen from the enclosing message."""
-        return self.at(f"{prefix}.{self.field}")
 
 
 def too_many(field: str, limit: int) -> InvalidArgument:
@@ -199,16 +202,8 @@ class SequenceTooLong(QuireError, code="OUT_OF_RANGE", reason="SEQUENCE_TOO_LONG
 
     def __init__(self, wanted: int, limit: int, field: str = "") -> None:
         """`field`: of the request, which has one of several."""
-        self.wanted, self.limit, self.field = wanted, limit, field
-        message = (
-            f"the sequence{f' of {field}' if field else ''} would have {wanted} tokens, the limit is {limit}"
-        )
-        super().__init__(message, wanted_tokens=wanted, kv_capacity_tokens=limit)
-        if field:
-            self.metadata["field"] = field
-
-    def at(self, field: str) -> SequenceTooLong:
-        return SequenceTooLong(self.wanted, self.limit, field)
+        message = f"the sequence would have {wanted} tokens, the limit is {limit}"
+        super().__init__(message, field=field, wanted_tokens=wanted, kv_capacity_tokens=limit)
 
 
 class TruncateBeyondEnd(QuireError, code="OUT_OF_RANGE", reason="TRUNCATE_BEYOND_END"):
@@ -240,8 +235,8 @@ class BudgetFull(QuireError, code="RESOURCE_EXHAUSTED"):
     unit = ""
 
     def __init__(self, limit: int, *, of_tenant: bool = False) -> None:
-        text = self.message.format(limit=limit, of_tenant=" of the tenant" if of_tenant else "")
-        super().__init__(text, **{f"limit{self.unit}": limit})
+        super().__init__(self.message.format(limit=limit, of_tenant=" of the tenant" if of_tenant else ""))
+        self.metadata[f"limit{self.unit}"] = str(limit)
 
 
 class TooManyExecutions(BudgetFull, reason="QUEUE_FULL", retry_after_s=1.0):
@@ -428,8 +423,7 @@ class ProviderFailure(QuireError):
     def __init__(
         self, reason: str, message: str, *, field: str = "", retry_after_s: float | None = None
     ) -> None:
-        metadata = {"field": field} if field else {}
-        super().__init__(message, retry_after_s=retry_after_s, **metadata)
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
         self.reason, self.code = reason, PROVIDER_CODES[reason]
 
 

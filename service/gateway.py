@@ -78,7 +78,7 @@ class Gateway:
         config: Config,
         opened: OpenShard,
         extensions: Sequence[Extension],
-        own_gpus: Sequence[gpus.Gpu] = (),
+        own_gpus: Sequence[str] = (),
     ) -> None:
         """See `open_gateway`. `opened`: the first shard. `own_gpus`: of this machine. Raises ConfigError."""
         self.config = config

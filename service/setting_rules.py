@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv6Address
 from pathlib import PurePosixPath
 
 from service.model_names import MAX_HUB_ID
+from service.outbound import is_this_machine
 from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 
 AUTO = "auto"
@@ -63,11 +64,7 @@ def is_file(value: str) -> bool:
 
 def is_private(listen: str) -> bool:
     """Whether only this machine can reach the address. Any host name but localhost may be remote."""
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return listen.startswith("unix:") or host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return listen.startswith("unix:") or is_this_machine(listen.rpartition(":")[0].strip("[]"))
 
 
 def is_listen_address(value: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -30,7 +31,7 @@ class TemporaryDirectory:
             with contextlib.suppress(OSError):
                 _remove_if_left(path)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).resolve()
-        self._lock = _locked(self.path)
+        self._lock = locked(self.path)
 
     def close(self) -> None:
         """Removes it. Never raises."""
@@ -40,18 +41,24 @@ class TemporaryDirectory:
 
 def _remove_if_left(path: Path) -> None:
     """Raises OSError if it is in use, or of another user."""
-    lock = _locked(path)
+    lock = locked(path)
     shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
 
 
-def _locked(path: Path) -> int:
-    """Locks a directory of this user until the result is closed. Raises OSError."""
+def locked(path: Path) -> int:
+    """Locks a directory of this user until the result is closed.
+
+    Raises OSError; BlockingIOError if another process has locked it.
+    """
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(lock).st_uid != os.geteuid():
-            raise PermissionError
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise BlockingIOError(errno.EAGAIN, "another gateway has it", str(path)) from None
     except OSError:
         os.close(lock)
         raise

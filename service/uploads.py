@@ -14,12 +14,13 @@ from typing import Final, Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
+from service import durable_file
 from service.errors import InvalidArgument, MessageTimeout
 from service.temporary_directory import TemporaryDirectory
 from workers.common.regular_files import open_regular
 from workers.common.trusted import make_private
 
-# What uploads leave free on the disk, for the journal. A start below it warns.
+# What uploads leave free on the disk, for the journal.
 RESERVE_BYTES = 1 << 30
 # Of an upload, beside the time that a message may take.
 LEAST_BYTES_PER_S: Final = 256 << 10
@@ -63,11 +64,7 @@ class UploadDirectory:
         if self._data_dir is None:
             return
         for path in (*(self.path / name).rglob("*"), self.path / name, self.path, self._data_dir):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            durable_file.sync(path)
 
     def close(self) -> None:
         """Removes what must not outlive the gateway. Never raises."""

@@ -73,11 +73,7 @@ class AdapterLoader:
         if self._directory is not None:
             self._found = {v.adapter_id: Found(v.identity, v.digest) for v in self._of_directory()}
             scanned = files.scan(self._directory, self._found, config.max_lora_bytes)
-            if scanned is not None:
-                self._found, ignored = scanned
-                self._warn_of_ignored(ignored)
-                gone, new = self._directory_changes(self._directory)
-                self._use(new, gone)
+            self._use(*self._directory_changes(self._directory, scanned))
         store.store_at_start(adapters)
         pool.adapter_command = self._all_adapters
 
@@ -214,29 +210,28 @@ class AdapterLoader:
                 continue
             max_bytes = self._config.max_lora_bytes
             scanned = await asyncio.to_thread(files.scan, self._directory, self._found, max_bytes)
-            if scanned is None:
-                continue
-            self._found, ignored = scanned
-            self._warn_of_ignored(ignored)
             async with self._writing:
-                gone, new = self._directory_changes(self._directory)
+                new, gone = self._directory_changes(self._directory, scanned)
                 # If that cannot be stored, the next round tries again.
                 if gone or new:
                     with contextlib.suppress(StorageUnavailable):
                         await self._change(new, gone)
 
-    def _warn_of_ignored(self, reasons: Mapping[str, str]) -> None:
-        """Logs once why subdirectories are no adapters, or not yet: one may be being copied."""
-        for name in sorted(reasons.keys() - self._ignored):
-            _log.warning("a subdirectory of adapters is ignored", name=name, why=reasons[name])
-        self._ignored = set(reasons)
-
     def _of_directory(self) -> list[AdapterVersion]:
         """The versions that the directory has, as far as the registry knows."""
         return [version for version in self._adapters if version.identity and not version.retired]
 
-    def _directory_changes(self, directory: Path) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
-        """Versions that are gone, and new ones, whose numbers are taken."""
+    def _directory_changes(
+        self, directory: Path, scanned: tuple[dict[str, Found], dict[str, str]] | None
+    ) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
+        """New versions, whose numbers are taken, and those that are gone. `scanned`: see `store.scan`."""
+        if scanned is None:
+            return [], []
+        self._found, reasons = scanned
+        # Once for each: one may be being copied.
+        for name in sorted(reasons.keys() - self._ignored):
+            _log.warning("a subdirectory of adapters is ignored", name=name, why=reasons[name])
+        self._ignored = set(reasons)
         gone = [version for version in self._of_directory() if version.adapter_id not in self._found]
         new: list[AdapterVersion] = []
         taken: set[int] = set()
@@ -262,7 +257,7 @@ class AdapterLoader:
                 for n in again
             )
             taken.update((number, *again))
-        return gone, new
+        return new, gone
 
     # Versions are stored before workers know of a version: caches, and KV that workers keep for the next
     # gateway, are of its number.

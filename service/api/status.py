@@ -19,6 +19,9 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
     """The error as a status with ErrorInfo, and RetryInfo and BadRequest where they apply."""
     message = _truncated(error.message)
     metadata = dict(error.metadata)
+    is_invalid = isinstance(error, InvalidArgument)
+    if error.field and not is_invalid:
+        metadata["field"] = error.field
     if request_id:
         metadata["request_id"] = request_id
     details: list[Message] = [
@@ -28,7 +31,7 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(retry)
-    if isinstance(error, InvalidArgument):
+    if is_invalid:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=_truncated(error.field), description=message, reason=error.reason
         )
@@ -51,6 +54,7 @@ def from_status(status: status_pb2.Status) -> QuireError:
         error: QuireError = InvalidArgument(info.reason, bad.field_violations[0].field, status.message)
     else:
         error = QuireError(status.message)
+        error.field = metadata.pop("field", "")
     error.metadata = metadata
     error.code, error.reason = code_pb2.Code.Name(status.code), info.reason or error.reason
     if retry.HasField("retry_delay"):

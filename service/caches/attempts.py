@@ -37,12 +37,7 @@ class Attempts:
     """Owns the running attempts."""
 
     def __init__(
-        self,
-        context: Context,
-        workers: Workers,
-        kv: KvPlacement,
-        parked: ParkedOperations,
-        max_wait_s: float,
+        self, context: Context, workers: Workers, kv: KvPlacement, parked: ParkedOperations, max_wait_s: float
     ) -> None:
         self._context = context
         self._workers = workers
@@ -106,17 +101,14 @@ class Attempts:
     # Workers.
 
     def answered(self, events: Iterable[Event]) -> list[Operation]:
-        """Workers answered. Returns the operations whose attempts are over.
+        """A worker answered. Returns the operations whose attempts are over.
 
         Answers to attempts that ended earlier are ignored.
         """
         # As `_end_attempt`, but for all of them together: this runs for each token.
         over: list[Operation] = []
+        worker: WorkerView | None = None
         others: list[tuple[Operation, ForwardDone | CommandFailed]] = []
-        answered: dict[WorkerView, list[Operation]] = {}
-        # Those of the worker before, which is nearly always the same.
-        its: list[Operation] = []
-        before: WorkerView | None = None
         for op_id, answer in events:
             operation = self.running.get(op_id)
             if operation is None or answer is None:
@@ -131,12 +123,10 @@ class Attempts:
             del self.running[op_id]
             operation.op_id, operation.done = 0, answer
             worker.pages_queued -= operation.pages
-            if worker is not before:
-                before, its = worker, answered.setdefault(worker, [])
-            its.append(operation)
             over.append(operation)
-        for worker, its in answered.items():
-            worker.load.leave(its, self._context.now_s, End.ANSWERED)
+        if over:
+            assert worker is not None
+            worker.load.leave(over, self._context.now_s, End.ANSWERED)
             # A parked operation may have waited for one of these.
             self._parked.changed = True
         # The load of a worker is without all of these when another attempt begins.

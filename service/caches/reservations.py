@@ -100,10 +100,7 @@ class Admission:
         return known, size_bytes  # type: ignore[return-value]  # None is none of them
 
     def _require_turn(
-        self,
-        kind: OperationKind[Request],
-        known: Sequence[CacheEntry | None],
-        entry: CacheEntry | None,
+        self, kind: OperationKind[Request], known: Sequence[CacheEntry | None], entry: CacheEntry | None
     ) -> None:
         """Raises CacheNotFound, WeightsChanged or QueueFull if a request cannot wait for its turn there."""
         try:

@@ -7,7 +7,6 @@ changed: a sequence that appends to it or cuts it gets a copy (copy on write).
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Sequence
 
@@ -133,7 +132,7 @@ class SegmentedTokens:
         key = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
         hashed = hashlib.blake2b(digest_size=16, key=key)
         for segment in self.segments:
-            hashed.update(_little_endian(segment.token_ids[:length]))
+            hashed.update(segment.token_ids[:length].tobytes())
             length -= min(length, len(segment.token_ids))
             if not length:
                 break
@@ -152,10 +151,3 @@ class SegmentedTokens:
                 break
             shared += len(own.token_ids)
         return shared
-
-
-def _little_endian(token_ids: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        token_ids = token_ids[:]
-        token_ids.byteswap()
-    return token_ids.tobytes()

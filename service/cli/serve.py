@@ -9,10 +9,9 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.cli.machine import warn_of_machine
-from service.cli.one_gateway import run_gateway
 from service.config import Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
@@ -20,9 +19,10 @@ from service.extension import Extension, find_server
 from service.gateway import open_gateway
 from service.journal.base import Journal
 from service.logging import configure_logging
-from service.model_check import refusal
+from service.model_check import quantised
 from service.model_names import is_hub_model
 from service.printable import escaped
+from service.server import run_gateway
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 
@@ -62,7 +62,7 @@ def _check(settings: Settings) -> int:
         value = json.dumps("auto" if values[name] is None else values[name])
         print(escaped(f"{name} = {value}  # {source}"))
     config = settings.config
-    if problem := refusal(config):
+    if problem := _refusal(config):
         raise ConfigError("model", "", config.model, problem)
     alone = _ALONE | {name: default for name, default in _OF_OTHERS.items() if name in values}
     with tempfile.TemporaryDirectory() as directory:
@@ -95,6 +95,11 @@ async def _open_in_memory(*_: object) -> Journal:
     return Journal()
 
 
+def _refusal(config: Config) -> str:
+    """What keeps the model from being served; "": nothing, as far as it is seen before a worker loads it."""
+    return "" if config.has_remote_workers else quantised(Path(config.model))
+
+
 def _run(config: Config) -> int:
     """Raises ConfigError for a setting that is checked only when it is used, or StateUnusable."""
     if is_hub_model(config.model) and not config.has_remote_workers:
@@ -106,14 +111,13 @@ def _run(config: Config) -> int:
             return _failed(error, error.status)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
     prepare(config)
-    if problem := refusal(config):
+    if problem := _refusal(config):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
     serve = find_server(config)
     if serve is None:
         check_gateways(data_directory(config), 1)
     configure_logging(config.log_level)
-    warn_of_machine(config)
     return run_gateway(config) if serve is None else serve()
 
 

@@ -6,9 +6,9 @@ rows of PostgreSQL:
     frame   length of the payload u32, number u64, wall_ns i64, checksum of 8 bytes, payload
     payload items: kind u8, length of the body u32, body
 
-All values are little-endian. The checksum is BLAKE2b's, of a seed and of the frame but for the checksum. A
-seed belongs to one segment, or to one shard of a database, so that a frame of another one is not taken for
-its own.
+All values are little-endian, as the machines are. The checksum is BLAKE2b's, of a seed and of the frame but
+for the checksum. A seed belongs to one segment, or to one shard of a database, so that a frame of another one
+is not taken for its own.
 
 An item is one record, or packed decodes: a run of appends of one token each, of any caches, with 20 bytes an
 append. The body of a record has the fields of its class in their order: integers as u64, floats as f64,
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import sys
 import typing
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +148,7 @@ def decode(payload: bytes) -> Iterator[Record]:
         if not isinstance(item, bytes):
             yield item
             continue
-        values = _array_of(item)
+        values = array("I", item)
         for at in range(0, len(values), _PACKED_DECODE_VALUES):
             number, position, prompt_len, ownership, _ = values[at : at + _PACKED_DECODE_VALUES]
             yield TokensAppended(number, position, values[at + 4 : at + 5], prompt_len, ownership)
@@ -175,9 +174,6 @@ def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[by
     except OverflowError:
         # A value needs more than 32 bits, for which other items have room.
         return [_encode_one(record) for record in records]
-    # Not `_bytes_of`, which would be another call for each commit.
-    if sys.byteorder == "big":
-        packed.byteswap()
     body = packed.tobytes()
     return [_ITEM.pack(_PACKED_DECODES, len(body)) + body]
 
@@ -232,7 +228,7 @@ class _Body:
         packed = self.blob()
         if len(packed) % 4:
             raise UnknownRecord("tokens are cut off")
-        return _array_of(packed)
+        return array("I", packed)
 
 
 class _Codec(NamedTuple):
@@ -253,7 +249,7 @@ _CODECS: Final[dict[Any, _Codec]] = {
     float: _value(_F64),
     str: _Codec(lambda text: _write_blob(text.encode()), _Body.text),
     bytes: _Codec(_write_blob, _Body.blob),
-    Sequence[int]: _Codec(lambda tokens: _write_blob(_bytes_of(array("I", tokens))), _Body.tokens),
+    Sequence[int]: _Codec(lambda tokens: _write_blob(array("I", tokens).tobytes()), _Body.tokens),
 }
 
 
@@ -304,17 +300,3 @@ def _fields_of(cls: Any) -> _Codec:
         return cls(*values)
 
     return _Codec(write, read)
-
-
-def _bytes_of(values: array[int]) -> bytes:
-    """Little-endian. May change `values`."""
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
-
-
-def _array_of(packed: bytes) -> array[int]:
-    values = array("I", packed)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values

@@ -49,11 +49,7 @@ class FileJournal(StoredJournal):
     """Owner of its files, which are locked until it is closed, and of a thread."""
 
     def __init__(
-        self,
-        directory: Path,
-        apply: Apply,
-        sync: Sync = "normal",
-        compaction_bytes: int = COMPACTION_BYTES,
+        self, directory: Path, apply: Apply, sync: Sync = "normal", compaction_bytes: int = COMPACTION_BYTES
     ) -> None:
         """Creates missing files, and applies all records; those of a cache and of its forks in order.
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from service import durable_file
 from service.journal.base import JournalUnusable
 from service.journal.directory import lock, lock_itself, translate_errors
 from service.journal.encoding import checksum, seal, seed_of
@@ -90,7 +91,7 @@ class Segments:
             stack.callback(os.close, lock(data_directory))
             with translate_errors(self.directory):
                 self.directory.mkdir(mode=0o700, exist_ok=True)
-                _sync_directory(data_directory)
+                durable_file.sync(data_directory)
                 stack.callback(os.close, lock_itself(self.directory))
                 self._end = read_end(self.directory)
                 self._end_fd = _end_file(self.directory / END)
@@ -264,7 +265,7 @@ class Segments:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(unfinished))
             os.fsync(fd)
             unfinished.rename(path)
-            _sync_directory(self.directory)
+            durable_file.sync(self.directory)
             return self._opened(number, fd, path)
         except BaseException:
             os.close(fd)
@@ -292,16 +293,8 @@ def _end_file(path: Path) -> int:
         # Reserves the disk space, so that later writes cannot fail.
         os.posix_fallocate(fd, 0, END_BYTES)
         os.fsync(fd)
-        _sync_directory(path.parent)
+        durable_file.sync(path.parent)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

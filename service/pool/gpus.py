@@ -1,87 +1,48 @@
-"""The GPUs of this machine, and which of them each worker gets. Asks nvidia-smi, which the driver brings.
+"""The GPUs of this machine, and how many workers they are for.
 
 Does not load torch, and does not know which models run on a GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import os
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from service.config import Config
 
-_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+# The driver brings this program.
+_QUERY = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 _TIMEOUT_S = 20.0
-_PCI = Path("/sys/bus/pci/devices")
-_BUS_ID = re.compile(r"[0-9a-f]*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
-    """One of this machine. `cores`: those near it; empty if the machine does not tell."""
-
-    index: str
-    uuid: str
-    cores: frozenset[int] = frozenset()
-
-
-def chosen(config: Config, environ: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs for workers, in their order: those of CUDA_VISIBLE_DEVICES, else all.
+def chosen(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs for workers, by names that CUDA knows: those of CUDA_VISIBLE_DEVICES, else all.
 
     Empty if workers are not on GPUs of this machine.
     """
     if config.has_remote_workers or config.device == "cpu":
         return []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return _found() if visible is None else _select(_found(), visible)
+    names = _found() if visible is None else visible.split(",")
+    # As CUDA reads it: what follows a name of no GPU is not used either.
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
 
 
-def with_workers(config: Config, gpus: Sequence[Gpu]) -> Config:
+def with_workers(config: Config, gpus: Sequence[str]) -> Config:
     """The settings with a number of workers: `auto` is one for each GPU, or group of them; one at least."""
     if config.workers is not None or config.has_remote_workers:
         return config
     return dataclasses.replace(config, workers=max(1, len(gpus) // config.tensor_parallel))
 
 
-def _select(found: Sequence[Gpu], wanted: str) -> list[Gpu]:
-    """By index, or by the beginning of a UUID.
-
-    Empty if there is another name, such as of a part of a GPU (MIG): that is left to CUDA.
-    """
-    selected: list[Gpu] = []
-    for name in wanted.split(","):
-        fitting = [
-            gpu for gpu in found if name == gpu.index or (name[:4] == "GPU-" and gpu.uuid.startswith(name))
-        ]
-        if len(fitting) != 1 or fitting[0] in selected:
-            return []
-        selected += fitting
-    return selected
-
-
-def _found() -> list[Gpu]:
+def _found() -> list[str]:
     try:
         listed = subprocess.run(  # noqa: S603 - no input of callers
             _QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    lines = [[part.strip() for part in line.split(",")] for line in listed.stdout.splitlines()]
-    return [Gpu(line[0], line[1], _cores_near(line[2])) for line in lines if len(line) == 3]
-
-
-def _cores_near(bus_id: str) -> frozenset[int]:
-    """Those of its NUMA node. `bus_id` as nvidia-smi has it, with a domain of eight digits."""
-    found = _BUS_ID.fullmatch(bus_id.lower())
-    cores: set[int] = set()
-    with contextlib.suppress(OSError, ValueError):
-        listed = (_PCI / (found[1] if found else "") / "local_cpulist").read_text(encoding="ascii").strip()
-        for part in listed.split(","):
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
+    return [line.strip() for line in listed.stdout.splitlines()]

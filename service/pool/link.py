@@ -51,10 +51,7 @@ class WorkerLink:
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        config: Config,
-        on_response: Callable[[worker_pb2.ConnectResponse], None],
+        self, endpoint: Endpoint, config: Config, on_response: Callable[[worker_pb2.ConnectResponse], None]
     ) -> None:
         self.closed = asyncio.Event()
         self._endpoint = endpoint

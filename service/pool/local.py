@@ -20,7 +20,6 @@ from pathlib import Path
 
 from service.listening import CannotListen
 from service.logging import get_logger
-from service.pool.gpus import Gpu
 from service.pool.launcher import PoolFailed
 from service.pool.process import LocalProcess, can_watch, find_process
 from service.pool.worker_directory import Epochs, WorkerDirectory, WorkerFile, in_thread
@@ -43,12 +42,7 @@ _NOT_COMPARED = ("log_level", "model_was_proved")
 class LocalLauncher:
     """Owner of `workers/` in `data_dir`, or in a temporary directory that `close` removes."""
 
-    def __init__(
-        self,
-        data_dir: Path | None,
-        orphan_grace_s: float,
-        gpus: Sequence[Gpu] = (),
-    ) -> None:
+    def __init__(self, data_dir: Path | None, orphan_grace_s: float, gpus: Sequence[str] = ()) -> None:
         """Without a `data_dir` no later gateway can find the workers.
 
         `gpus`: for the workers, one after the other. Those beyond see all GPUs.
@@ -68,7 +62,7 @@ class LocalLauncher:
         self._stopping: list[asyncio.Task[int | None]] = []
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
-        files = await self._open()
+        files = self._open()
         for file in files:
             self._epochs.continue_after(file.epoch)
         wanted = {config.worker_id: (config, settings_of(config, self.assign(config))) for config in configs}
@@ -96,7 +90,7 @@ class LocalLauncher:
                 self._stopping.append(asyncio.create_task(process.stop(grace_s=0)))
         return adopted
 
-    async def _open(self) -> list[WorkerFile]:
+    def _open(self) -> list[WorkerFile]:
         """Opens the directory and its socket. Without those of `data_dir`, workers end with this gateway.
 
         Returns the files of workers of earlier gateways. Raises PoolFailed.
@@ -105,14 +99,14 @@ class LocalLauncher:
             self._warn_of_grace("this system cannot watch processes of another gateway")
         try:
             if self._data_dir is not None:
-                return await self._use(self._data_dir)
+                return self._use(self._data_dir)
         except (OSError, ValueError, CannotListen) as error:
             self._opened.close()
             self._warn_of_grace(str(error))
         try:
             temporary = TemporaryDirectory()
             self._opened.callback(temporary.close)
-            return await self._use(temporary.path)
+            return self._use(temporary.path)
         except (OSError, ValueError, CannotListen) as error:
             raise PoolFailed(f"workers need a socket in the temporary directory: {error}") from None
 
@@ -123,12 +117,12 @@ class LocalLauncher:
             _log.warning("the socket for workers is in the temporary directory", error=why)
         self._grace_s = 0.0
 
-    async def _use(self, place: Path) -> list[WorkerFile]:
+    def _use(self, place: Path) -> list[WorkerFile]:
         """Raises OSError, ValueError or CannotListen."""
         self._directory = directory = WorkerDirectory(place)
         self._epochs = Epochs(directory)
         self._opened.callback(directory.close)
-        last_epoch, self._gateway_id = await directory.begin()
+        last_epoch, self._gateway_id = directory.begin()
         self._epochs.continue_after(last_epoch)
         # Only this user can connect, and only gateways of this directory know the id.
         self._port = WorkerPort(f"{UNIX}{directory.socket}", None, self._gateway_id.encode())
@@ -167,7 +161,7 @@ class LocalLauncher:
             except CannotListen as error:
                 raise OSError(0, error.why, error.listen) from None
 
-    def assign(self, config: worker_pb2.WorkerConfig) -> Sequence[Gpu]:
+    def assign(self, config: worker_pb2.WorkerConfig) -> Sequence[str]:
         """The GPUs of a worker's own; empty: it sees all. Writes its index among what it sees."""
         ranks = max(1, config.tensor_parallel)
         own = self._gpus[config.device_index * ranks :][:ranks]
@@ -190,7 +184,7 @@ class LocalLauncher:
             return ""
 
     def _start(
-        self, file: WorkerFile, endpoint: NamedWorker, config: worker_pb2.WorkerConfig, own: Sequence[Gpu]
+        self, file: WorkerFile, endpoint: NamedWorker, config: worker_pb2.WorkerConfig, own: Sequence[str]
     ) -> LocalProcess:
         """Raises OSError."""
         # Not asyncio's subprocess, which kills its processes when the event loop is closed.
@@ -204,10 +198,6 @@ class LocalLauncher:
             env=_environment(own),
             start_new_session=self._grace_s > 0,
         )
-        if cores := cores_near(own):
-            # It has one thread at this moment; those that it starts inherit this.
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(child.pid, cores)
         on_stopped = functools.partial(self._directory.remove, file)
         try:
             return LocalProcess(child.pid, endpoint, on_stopped, child=child)
@@ -222,17 +212,12 @@ class LocalLauncher:
         self._opened.close()
 
 
-def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[Gpu]) -> str:
+def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[str]) -> str:
     """A digest of what decides what a worker computes, and of how it is spoken to. `own`: its GPUs."""
     digest = hashlib.blake2b(PROTOCOL.encode(), digest_size=16)
-    digest.update(",".join(gpu.uuid for gpu in own).encode())
+    digest.update(",".join(own).encode())
     digest.update(without(config, _NOT_COMPARED).SerializeToString(deterministic=True))
     return digest.hexdigest()
-
-
-def cores_near(gpus: Sequence[Gpu]) -> set[int]:
-    """The usable cores near GPUs; empty: no others than all."""
-    return set[int]().union(*(gpu.cores for gpu in gpus)) & os.sched_getaffinity(0)
 
 
 def _command(socket: Path, file: WorkerFile, config: worker_pb2.WorkerConfig) -> list[str]:
@@ -240,7 +225,7 @@ def _command(socket: Path, file: WorkerFile, config: worker_pb2.WorkerConfig) ->
     return [*command, "--name", file.name, "--lock", str(file.path), "--log-level", config.log_level]
 
 
-def _environment(own: Sequence[Gpu]) -> dict[str, str]:
+def _environment(own: Sequence[str]) -> dict[str, str]:
     """The gateway's environment and import path: the worker runs in another directory. `own`: its GPUs."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = child_process.import_path()
@@ -248,5 +233,5 @@ def _environment(own: Sequence[Gpu]) -> dict[str, str]:
     # the gateway and its clients wait; see docs/reports/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     if own:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in own)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return environment

@@ -59,11 +59,7 @@ class RemoteLauncher:
     """Owner of the leases of one shard. Those of all shards share the port."""
 
     def __init__(
-        self,
-        data_dir: Path | None,
-        config: Config,
-        port: WorkerPort,
-        lease: FencedLease | None = None,
+        self, data_dir: Path | None, config: Config, port: WorkerPort, lease: FencedLease | None = None
     ) -> None:
         """Without a `data_dir` or a `lease` the next gateway is another one for the workers."""
         self._config = config
@@ -85,7 +81,7 @@ class RemoteLauncher:
         """
         if self._directory is not None:
             try:
-                last_epoch, self._gateway_id = await self._directory.begin()
+                last_epoch, self._gateway_id = self._directory.begin()
                 self._epochs.continue_after(last_epoch)
             except (OSError, ValueError) as error:
                 _log.warning("workers will not know the next gateway of this data_dir", error=str(error))
@@ -98,12 +94,19 @@ class RemoteLauncher:
         return {}
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LeasedWorker:
-        """Leases the worker that has waited longest. Waits for one."""
+        """Leases the worker that has waited longest. Waits for one that takes the lease."""
+        # Its share in the cores of its host, of which this one knows nothing, and what was proved here.
+        config.workers, config.model_was_proved = 1, False
         while True:
+            lease = worker_pb2.Lease(
+                gateway_id=self._gateway_id,
+                epoch=await self._epochs.next(),
+                silence_timeout_s=self._config.heartbeat_timeout_s,
+                config=config,
+            )
             worker = await self._take()
-            epoch = await self._lease(worker, config)
-            if epoch is not None:
-                return LeasedWorker(epoch, worker)
+            if await self._port.lease(worker, lease):
+                return LeasedWorker(lease.epoch, worker)
 
     async def _take(self) -> DialledWorker:
         try:
@@ -112,26 +115,6 @@ class RemoteLauncher:
         except TimeoutError:
             ours = "", self._gateway_id
             return await self._port.take(lambda hello: not hello.name and hello.gateway_id in ours)
-
-    async def _lease(self, worker: DialledWorker, config: worker_pb2.WorkerConfig) -> int | None:
-        """Leases it. Returns the epoch. None: it has not taken the lease."""
-        try:
-            lease = await self.new_lease(config)
-        except BaseException:
-            worker.stream.close()
-            raise
-        return lease.epoch if await self._port.lease(worker, lease) else None
-
-    async def new_lease(self, config: worker_pb2.WorkerConfig) -> worker_pb2.Lease:
-        """A lease for a worker of another host."""
-        # Its share in the cores of its host, of which this one knows nothing, and what was proved here.
-        config.workers, config.model_was_proved = 1, False
-        return worker_pb2.Lease(
-            gateway_id=self._gateway_id,
-            epoch=await self._epochs.next(),
-            silence_timeout_s=self._config.heartbeat_timeout_s,
-            config=config,
-        )
 
     def close(self) -> None:
         """Streams are closed already."""

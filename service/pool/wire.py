@@ -6,6 +6,8 @@ The counterpart is `workers/wire.py`.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -29,6 +31,7 @@ _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") fo
 _pack_decode = struct.Struct("<9Q").pack
 _DONE = struct.Struct("<5Q")
 _new_decode_done = functools.partial(tuple.__new__, answers.DecodeDone)
+_incarnation_of = operator.itemgetter(0, 1)
 # Larger options are sent with each forward.
 _MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
@@ -65,48 +68,40 @@ class _Message(NamedTuple):
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
     messages: dict[WorkerLink, _Message] = {}
-    # To whom the command before went: nearly always the same.
-    before: tuple[str, int] | None = None
-    message: _Message | None = None
-    for worker_id, epoch, command in commands:
-        if before is None or epoch != before[1] or worker_id != before[0]:
-            before = worker_id, epoch
-            link = links.get(before)
-            message = (
-                None
-                if link is None
-                else messages.setdefault(link, _Message(worker_pb2.ConnectRequest(), [], {}))
-            )
-        if message is None:
+    for incarnation, group in itertools.groupby(commands, _incarnation_of):
+        link = links.get(incarnation)
+        if link is None:
             continue
-        try:
-            # The only place that decides which decodes are plain: this runs for each token.
-            if (
-                not isinstance(command, Operation)
-                or (append := command.append) is None
-                or append.kind is not DECODE
-                or len(append.token_ids) != 1
-                or len(append.options) > _MAX_OPTIONS_BYTES
-                or append.priority is not NORMAL
-                or command.position == 0
-                or command.state is REPLAYING
-                or command.copy_number is not None
-                or command.entry.state.adapter
-            ):
-                message.add(command)
-                continue
-            index = message.options.setdefault(append.options, len(message.options))
-            state = command.entry.state
-            message.rows.append(
-                _pack_decode(
-                    command.op_id, state.number, command.caller, command.position, append.token_ids[0],
-                    command.prompt_len, 256 * index + append.prelaunch,
-                    max(1, int(command.timeout_s * 1e9)), state.seed,
-                )
-            )  # fmt: skip
-        except Exception:
-            # A bug, which must not keep the others from being sent.
-            _log.exception("a command could not be encoded", worker_id=worker_id)
+        message = messages.setdefault(link, _Message(worker_pb2.ConnectRequest(), [], {}))
+        for worker_id, _, command in group:
+            try:
+                # The only place that decides which decodes are plain: this runs for each token.
+                if (
+                    not isinstance(command, Operation)
+                    or (append := command.append) is None
+                    or append.kind is not DECODE
+                    or len(append.token_ids) != 1
+                    or len(append.options) > _MAX_OPTIONS_BYTES
+                    or append.priority is not NORMAL
+                    or command.position == 0
+                    or command.state is REPLAYING
+                    or command.copy_number is not None
+                    or command.entry.state.adapter
+                ):
+                    message.add(command)
+                    continue
+                index = message.options.setdefault(append.options, len(message.options))
+                state = command.entry.state
+                message.rows.append(
+                    _pack_decode(
+                        command.op_id, state.number, command.caller, command.position, append.token_ids[0],
+                        command.prompt_len, 256 * index + append.prelaunch,
+                        max(1, int(command.timeout_s * 1e9)), state.seed,
+                    )
+                )  # fmt: skip
+            except Exception:
+                # A bug, which must not keep the others from being sent.
+                _log.exception("a command could not be encoded", worker_id=worker_id)
     for link, message in messages.items():
         message.write_decodes()
         link.send(message.request)
@@ -220,9 +215,6 @@ def _to_error(error: worker_pb2.WorkerError) -> QuireError:
         case worker_pb2.WORKER_ERROR_REASON_ADAPTER:
             return AdapterLost(error.detail)
         case worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED:
-            unsupported = Unsupported("this executor cannot do it")
-            if error.field:
-                unsupported.metadata["field"] = error.field
-            return unsupported
+            return Unsupported("this executor cannot do it", field=error.field)
         case _:
             return WorkerFault()

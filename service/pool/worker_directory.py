@@ -21,7 +21,6 @@ import secrets
 import shutil
 import stat
 import struct
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,13 +29,11 @@ from typing import TypeVar
 
 from service import durable_file
 from service.logging import get_logger
+from service.temporary_directory import locked
 from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
 
-# How long `begin` waits.
-_LOCK_TIMEOUT_S = 2.0
-_LOCK_POLL_S = 0.05
 _MAX_FILE_BYTES = 256
 _MAX_EPOCH = 1 << 53
 _ID_BYTES = 16
@@ -79,33 +76,15 @@ class WorkerDirectory:
             return
         self.close()
         make_private(self.path)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            if os.fstat(self._lock).st_uid != os.geteuid():
-                raise PermissionError(errno.EPERM, "it belongs to another user", str(self.path))
-            os.fchmod(self._lock, 0o700)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise BlockingIOError(errno.EAGAIN, "another gateway has it", str(self.path)) from None
-        except OSError:
-            self.close()
-            raise
+        self._lock = locked(self.path)
+        os.fchmod(self._lock, 0o700)
 
-    async def begin(self) -> tuple[int, str]:
-        """Opens the directory, and waits a moment for the lock of a gateway that was just killed.
+    def begin(self) -> tuple[int, str]:
+        """Opens the directory. Returns the highest epoch that was used here, and the gateway's id.
 
-        Returns the highest epoch that was used here, and the gateway's id. Raises OSError or ValueError.
+        Raises OSError or ValueError.
         """
-        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
-        while True:
-            try:
-                self.open()
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise
-            await asyncio.sleep(_LOCK_POLL_S)
+        self.open()
         return self.last_epoch(), self.gateway_id()
 
     @property

@@ -9,7 +9,7 @@ import pytest
 
 from service.config import Config
 from service.pool import gpus
-from service.pool.local import LocalLauncher, cores_near, settings_of
+from service.pool.local import LocalLauncher, settings_of
 from workers.common import worker_pb2
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
@@ -17,44 +17,33 @@ UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three GPUs. The kernel knows which cores are near the last two."""
+    """Three GPUs."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    listed = "\n".join(f"{n}, {uuid}, 00000000:{n + 10}:00.0" for n, uuid in enumerate(UUIDS))
+    listed = "\n".join(UUIDS)
     program.write_text(f"#!/bin/sh\ncat <<END\n{listed}\nEND\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for number, cores in ((11, "0-2,8"), (12, "5")):
-        directory = tmp_path / "pci" / f"0000:{number}:00.0"
-        directory.mkdir(parents=True)
-        (directory / "local_cpulist").write_text(cores + "\n")
-    monkeypatch.setattr(gpus, "_PCI", tmp_path / "pci")
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, [0, 1, 2]),
-        ("2,0", [2, 0]),
-        ("GPU-cccc-3,GPU-aabb", [2, 1]),
-        ("1", [1]),
-        ("GPU-c", [2]),
+        (None, UUIDS),
+        ("2,0", ["2", "0"]),
+        ("GPU-cccc-3,GPU-aabb", ["GPU-cccc-3", "GPU-aabb"]),
+        ("MIG-1", ["MIG-1"]),
         ("", []),
         ("-1", []),
-        ("MIG-1", []),
-        ("0,0", []),
-        ("GPU-aa", []),
+        ("1,-1,2", ["1"]),
     ],
 )
-def test_chosen(machine: Path, visible: str | None, expected: list[int]) -> None:
-    """By number or UUID, in the order given. What is not known here is left to CUDA."""
+def test_chosen(machine: Path, visible: str | None, expected: list[str]) -> None:
+    """By names that CUDA knows, in the order given."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = gpus.chosen(Config(), environ)
-    assert [gpu.uuid for gpu in found] == [UUIDS[index] for index in expected]
-    cores = [set[int](), {0, 1, 2, 8}, {5}]
-    assert [gpu.cores for gpu in found] == [cores[index] for index in expected]
+    assert gpus.chosen(Config(), environ) == expected
 
 
 def test_one_worker_for_each_gpu(machine: Path) -> None:
@@ -68,17 +57,11 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
     assert workers(device="cpu") == 1
 
 
-async def test_a_worker_runs_near_its_gpus(tmp_path: Path) -> None:
-    """On those of their cores that the gateway may use. What the gateway adopts has to have the same GPUs."""
-    usable = os.sched_getaffinity(0)
-    found = [
-        gpus.Gpu(str(n), uuid, frozenset(usable | {4000}) if n else frozenset())
-        for n, uuid in enumerate(UUIDS)
-    ]
-    launcher = LocalLauncher(None, 0.0, gpus=found)
+async def test_each_worker_has_gpus_of_its_own() -> None:
+    """What the gateway adopts has to have the same GPUs."""
+    launcher = LocalLauncher(None, 0.0, gpus=UUIDS)
     configs = [worker_pb2.WorkerConfig(device="auto", device_index=n, tensor_parallel=2) for n in (0, 1)]
     own, others = (launcher.assign(config) for config in configs)
-    assert [gpu.uuid for gpu in own] == list(UUIDS[:2]) and list(others) == []
-    assert (cores_near(own), cores_near(others)) == (usable, set())
+    assert list(own) == UUIDS[:2] and list(others) == []
     assert [config.device_index for config in configs] == [0, 1], "it says that there are too few"
     assert settings_of(configs[0], own) != settings_of(configs[0], own[::-1])

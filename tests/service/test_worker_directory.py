@@ -268,7 +268,6 @@ async def test_without_a_directory_workers_end_with_their_gateway(
 ) -> None:
     """Their socket is in a temporary one then."""
     (data_dir / "a-file").touch()
-    monkeypatch.setattr("service.pool.worker_directory._LOCK_TIMEOUT_S", 0.1)
     first = LocalLauncher(data_dir, 60)
     assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
     for place in (data_dir, data_dir / "a-file"):

@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from service.cli.one_gateway import run_gateway
 from service.config import Config
 from service.extensions.gateways.one_host import OneHost, Place
+from service.server import run_gateway
 from service.shard import Shard
 
 

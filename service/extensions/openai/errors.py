@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from service.errors import InvalidArgument, QuireError
+from service.errors import QuireError
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -72,28 +72,22 @@ def headers(error: QuireError) -> dict[str, str]:
 
 def of_request(error: QuireError, param_of: Callable[[str], str]) -> QuireError:
     """The same error, with the field of the request (`param_of`) instead of that of an item."""
-    field = _field_of(error)
-    return error if field is None else error.at(param_of(field))
+    return error.at(param_of(error.field)) if error.field else error
 
 
 def body(error: QuireError) -> dict[str, Any]:
     """The error object."""
     status = http_status(error)
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    param = "model" if error.reason == "RUNTIME_NOT_FOUND" else _field_of(error)
+    param = "model" if error.reason == "RUNTIME_NOT_FOUND" else error.field or None
     code = _CODES.get(error.reason, error.reason.lower())
     return {"error": {"message": _message_of(error), "type": kind, "param": param, "code": code}}
 
 
-def _field_of(error: QuireError) -> str | None:
-    return (error.field if isinstance(error, InvalidArgument) else error.metadata.get("field")) or None
-
-
 def _message_of(error: QuireError) -> str:
     """The message, with the field if it does not name that: clients print it alone."""
-    field = _field_of(error)
-    is_named = field is None or field.rpartition(".")[2] in error.message
-    return error.message if is_named else f"{field}: {error.message}"
+    is_named = error.field.rpartition(".")[2] in error.message
+    return error.message if is_named else f"{error.field}: {error.message}"
 
 
 _ANTHROPIC_TYPES = {

@@ -29,10 +29,7 @@ def as_chat(
     try:
         request = chat({name: value for name, value in body.items() if value is not None}, resolve)
     except InvalidArgument as error:
-        place = renamed(error.field, names)
-        is_named = error.message.startswith(error.field)
-        message = place + error.message.removeprefix(error.field) if is_named else error.message
-        raise InvalidArgument(error.reason, place, message) from None
+        raise error.at(renamed(error.field, names)) from None
     given = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
     # Prompts are counted when a stream begins.
     given |= {"with_usage": request.is_stream, "usage_in_all": request.is_stream}

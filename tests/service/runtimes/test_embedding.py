@@ -11,7 +11,7 @@ from quire.v1 import runner_pb2, types_pb2
 from service.auth.authenticator import Authenticator
 from service.auth.tokens import Role, new_token
 from service.config import Config
-from service.errors import InvalidArgument, QuireError, QuotaExceeded
+from service.errors import QuireError, QuotaExceeded
 from service.runtimes.embedding import Embedder
 from service.text.text_model import TextModel
 from tests.service.extensions.openai.test_front import unexpected
@@ -41,7 +41,7 @@ async def test_what_all_inputs_share_is_checked_before_it_is_copied(name: str) -
     with pytest.raises(QuireError) as caught:
         await embedder.embed(request, Context())
     error = caught.value
-    assert (error.field if isinstance(error, InvalidArgument) else error.metadata["field"]) == name
+    assert error.field == name
 
 
 async def test_more_inputs_than_the_rate_allows_at_once_are_refused_before_any_is_computed(

@@ -176,5 +176,5 @@ def test_an_error_with_the_name_of_the_requests_field_is_another_one() -> None:
     """Its text and its traceback say that name; the error of the item still names the item's."""
     error = Unsupported("sampling.top_k: not here", field="sampling.top_k")
     found = errors.of_request(error, lambda field: field.removeprefix("sampling."))
-    assert (str(found), found.metadata, found.code) == ("top_k: not here", {"field": "top_k"}, error.code)
-    assert found.reason == error.reason and error.metadata == {"field": "sampling.top_k"}
+    assert (str(found), found.field, found.code) == ("top_k: not here", "top_k", error.code)
+    assert found.reason == error.reason and error.field == "sampling.top_k"
