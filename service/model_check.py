@@ -1,16 +1,22 @@
-"""Notices weights that are quantised in a way that workers refuse, before a server starts or downloads them.
+"""Notices a model that workers would refuse, before a server starts for it.
 
-What else workers refuse they notice themselves, once the port listens and torch is loaded.
+They notice it too, but only once the port listens and torch is loaded. What is unclear is left to them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from service.config import UNQUANTISED, Config
 from service.model_names import other_format
-from workers.common.quantised.methods import read_quantisation
+from workers.common.gguf import GgufError
+from workers.common.gguf.files import model_files
+from workers.common.gguf.header import Header, read_header
+from workers.common.gguf.settings import DENSE, TOKEN_ARRAYS, read_settings, served_types
+from workers.common.gguf.splits import split_of
+from workers.common.quantised.methods import is_quantised, read_quantisation
 from workers.common.quantised.scheme import NotUnderstood
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -22,6 +28,36 @@ _IN_HEADERS = (
     *(b'.weight.absmax"', b'.SCB"', b'"F8_E4M3"', b'"F8_E5M2"'),
 )
 _ADVICE = "use the original model, or one in a format of docs/models.md"
+
+
+def refusal(config: Config) -> str:
+    """What keeps a model from being served; "": nothing, as far as it is seen here."""
+    if config.has_remote_workers:
+        return ""
+    return _gguf_files_problem(config) or quantised_problem(config)
+
+
+# Directories with quantised weights.
+
+
+def quantised_problem(config: Config) -> str:
+    """What keeps quantised weights of a directory from being served as is asked for; "": nothing."""
+    directory = Path(config.model)
+    if problem := quantised(directory):
+        return problem
+    settings = _settings(directory)
+    if not is_quantised(settings):
+        return ""
+    return with_limits(config, "its weights are quantised")
+
+
+def with_limits(config: Config, quantised: str) -> str:
+    """What keeps quantised weights from being served as is asked for, after `quantised`; "": nothing."""
+    limits = (
+        (config.quantization != UNQUANTISED, " already: leave out quantization"),
+        (config.model_backend == "transformers", ", which needs model_backend = native"),
+    )
+    return next((quantised + limit for is_so, limit in limits if is_so), "")
 
 
 def quantised(directory: Path) -> str:
@@ -63,3 +99,49 @@ def _header(file: Path) -> bytes:
             return opened.read(min(size, _MAX_HEADER_BYTES))
     except OSError:
         return b""
+
+
+# GGUF files.
+
+
+def _gguf_files_problem(config: Config) -> str:
+    """What keeps a GGUF file from being served; "": nothing, or it is none."""
+    try:
+        files = model_files(Path(config.model))
+        if files is None:
+            return ""
+        headers = [_gguf_header(file, TOKEN_ARRAYS if file == files[0] else ()) for file in files]
+    except GgufError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or config.model} cannot be read: {error.strerror}"
+    try:
+        return _gguf_problem(config, headers)
+    except GgufError as error:
+        return f"{files[0].name}: {error}"
+
+
+def _gguf_problem(config: Config, headers: list[Header]) -> str:
+    """Raises GgufError too."""
+    tensors = {name: info for header in headers for name, info in header.tensors.items()}
+    metadata = headers[0].metadata
+    # Workers read the factors.
+    read_settings(metadata, tensors, lambda _: [])
+    if TOKEN_ARRAYS[0] in metadata:
+        # Without a tokenizer only tokens are served.
+        split_of(metadata)
+    if config.model_backend == "transformers":
+        return ""  # workers know which architectures the library runs
+    types = served_types(tensors) - DENSE
+    return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
+
+
+def _gguf_header(file: Path, arrays: Collection[str]) -> Header:
+    """Raises GgufError, with the name of the file, and OSError."""
+    try:
+        if not file.is_file():
+            raise GgufError("is not there")
+        with file.open("rb") as opened:
+            return read_header(opened, arrays)
+    except GgufError as error:
+        raise GgufError(f"{file.name}: {error}") from None

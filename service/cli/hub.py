@@ -11,18 +11,21 @@ Importing this module loads the hub's library: import it where a model of the hu
 from __future__ import annotations
 
 import glob
+import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 # Before the library is imported. The hub learns which model is requested, but gets no telemetry.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils.tqdm import tqdm
 
 from service.model_check import quantised
 from service.model_names import other_format
@@ -52,6 +55,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_REASON_CHARACTERS = 300
 _MOST_NAMED = 30
 _AUTH_STATUSES = (401, 403)
+_STEP_PERCENT = 10
 
 
 if is_this_machine(_HOST := urlsplit(constants.ENDPOINT).hostname or ""):
@@ -163,8 +167,9 @@ def _download(hub_id: str, revision: str | None) -> Path:
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     _check_can_be_served(hub_id, sizes)
+    small, hidden = [*_SMALL], _progress(lambda _: None)
     # By the name of the revision, so that the cache knows that name. The weights are of the same commit.
-    directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[*_SMALL]))
+    directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=small, tqdm_class=hidden))
     if problem := quantised(directory):
         raise HubError(f"{hub_id} cannot be served: {problem}", EXIT_CONFIG)
     total_bytes = sum(size for name, size in sizes.items() if fnmatchcase(name, _WEIGHTS))
@@ -208,7 +213,9 @@ def _fetch(
 ) -> Path:
     """Downloads the large files of a model, of a commit or of what has its name. Returns the directory."""
     _print(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
-    return Path(snapshot_download(hub_id, revision=commit, allow_patterns=[*patterns]))
+    # On a terminal the library shows its own bars.
+    progress = None if sys.stderr.isatty() else _progress(_print_tenths(total_bytes))
+    return Path(snapshot_download(hub_id, revision=commit, allow_patterns=[*patterns], tqdm_class=progress))
 
 
 def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
@@ -276,3 +283,38 @@ def _host() -> str:
 
 def _print(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
+
+
+def _print_tenths(total_bytes: int) -> Callable[[int], None]:
+    """Returns what prints a line to standard error for each tenth of a download."""
+    printed = 0
+
+    def report(done_bytes: int) -> None:
+        nonlocal printed
+        percent = 100 * done_bytes // max(total_bytes, 1) // _STEP_PERCENT * _STEP_PERCENT
+        if percent > printed:
+            printed = percent
+            _print(f"{percent}% downloaded")
+
+    return report
+
+
+def _progress(report: Callable[[int], None]) -> Any:
+    """A tqdm class that shows nothing, and reports how many bytes there are of all files."""
+
+    class Progress(tqdm):
+        # Otherwise tqdm starts a thread that refreshes stalled bars.
+        monitor_interval = 0
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            # Others count files, or what comes through the network.
+            self._has_bytes = settings.get("name") == "huggingface_hub.snapshot_download"
+            shown = {"disable": False, "leave": False, "file": io.StringIO()}
+            super().__init__(*args, **(settings | shown))  # type: ignore[no-untyped-call]
+
+        def display(self, *_: object, **__: object) -> None:
+            """Called by tqdm from time to time, and at the end."""
+            if self._has_bytes:
+                report(int(self.n))
+
+    return Progress

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-from pathlib import Path
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config, ExtensionUnusable
@@ -19,7 +18,7 @@ from service.extension import Extension, find_server
 from service.gateway import open_gateway
 from service.journal.base import Journal
 from service.logging import configure_logging
-from service.model_check import quantised
+from service.model_check import refusal
 from service.model_names import is_hub_model
 from service.printable import escaped
 from service.server import run_gateway
@@ -62,7 +61,7 @@ def _check(settings: Settings) -> int:
         value = json.dumps("auto" if values[name] is None else values[name])
         print(escaped(f"{name} = {value}  # {source}"))
     config = settings.config
-    if problem := _refusal(config):
+    if problem := refusal(config):
         raise ConfigError("model", "", config.model, problem)
     alone = _ALONE | {name: default for name, default in _OF_OTHERS.items() if name in values}
     with tempfile.TemporaryDirectory() as directory:
@@ -95,11 +94,6 @@ async def _open_in_memory(*_: object) -> Journal:
     return Journal()
 
 
-def _refusal(config: Config) -> str:
-    """What keeps the model from being served; "": nothing, as far as it is seen before a worker loads it."""
-    return "" if config.has_remote_workers else quantised(Path(config.model))
-
-
 def _run(config: Config) -> int:
     """Raises ConfigError for a setting that is checked only when it is used, or StateUnusable."""
     if is_hub_model(config.model) and not config.has_remote_workers:
@@ -111,7 +105,7 @@ def _run(config: Config) -> int:
             return _failed(error, error.status)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
     prepare(config)
-    if problem := _refusal(config):
+    if problem := refusal(config):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
     serve = find_server(config)

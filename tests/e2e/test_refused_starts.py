@@ -15,9 +15,9 @@ import torch
 
 from service.model_names import shipped_model_dir
 from tests import quire_command
-from tests.bad_directories import BAD_DIRECTORIES, make_good
+from tests.bad_directories import BAD_DIRECTORIES, make_good, setting
 from tests.e2e.test_gguf import Q4_K_M, make
-from tests.service.test_quantised import QUANTISED
+from tests.service.test_quantised import GPTQ, QUANTISED
 from workers.common.protocol import EXIT_CONFIG
 
 Flags = list[str]
@@ -33,10 +33,17 @@ def started(*flags: str) -> subprocess.CompletedProcess[str]:
 def quantised(kind: str, *flags: str) -> Make:
     def make_model(directory: Path) -> Flags:
         make_good(directory / "model", sharded=False)
-        QUANTISED[kind][0](directory / "model")
+        damage = setting(quantization_config=GPTQ) if kind == "gptq" else QUANTISED[kind][0]
+        damage(directory / "model")
         return ["--model", str(directory / "model"), *flags]
 
     return make_model
+
+
+def cut_short(directory: Path) -> Flags:
+    file = make(directory, Q4_K_M)
+    file.write_bytes(file.read_bytes()[:-1000])
+    return ["--model", str(file.parent)]
 
 
 def fifo(directory: Path) -> Flags:
@@ -59,6 +66,9 @@ BEFORE_IT_LISTENS = {
     "tensors that config.json does not explain, to several gateways": Refused(
         quantised("tensors of GPTQ and AWQ", "--gateways", "2", "--workers", "2"),
         QUANTISED["tensors of GPTQ and AWQ"][1],
+    ),
+    "a GGUF file that is cut short": Refused(
+        cut_short, "ends beyond the end of the file, which is cut short"
     ),
     "a draft model that is none": Refused(
         lambda directory: ["--model", "storyteller", "--draft-model", str(directory)],
@@ -83,23 +93,9 @@ def not_a_number(directory: Path) -> Flags:
     return ["--model", str(directory / "model")]
 
 
-def cut_short(directory: Path) -> Flags:
-    file = make(directory, Q4_K_M)
-    file.write_bytes(file.read_bytes()[:-1000])
-    return ["--model", str(file.parent)]
-
-
 # All that is wrong with directories: tests/workers/test_bad_directories.py.
 BY_THE_WORKER: dict[str, tuple[Make, str]] = {
     "NaN in a weight": (not_a_number, "is not finite"),
-    "a GGUF file that is cut short": (cut_short, "ends beyond the end of the file, which is cut short"),
-    "weights that are quantised twice": (
-        lambda directory: [
-            *("--model", str(make(directory, Q4_K_M).parent)),
-            *("--quantization", "q8_0"),
-        ],
-        "is quantised already",
-    ),
     "more pages than there is memory": (lambda _: ["--kv-pages", "1000000000"], "kv_pages"),
     "a device that is not there": (lambda _: ["--device", "cuda"], "no CUDA device"),
     "a draft model with another tokenizer": (

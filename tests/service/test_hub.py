@@ -194,7 +194,7 @@ def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
         assert sorted(site.fetched) == sorted(shards), "each once"
         assert Path(found).name == "tiny-Q8_0-00001-of-00002.gguf"
         assert all((Path(found).parent / name).read_bytes() == content for name, content in shards.items())
-        assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
+        assert f"quire: downloading {MODEL} from 127.0.0.1:" in said and "100% downloaded" in said
         _, said = find(model=f"{MODEL}:Q2_K", HF_ENDPOINT=endpoint)
         assert f"{MODEL} has no GGUF file Q2_K: it has BF16, Q4_K_M, Q5_K_M, Q8_0, UD-Q4_K_M" in said
         other, _ = find(model=f"{MODEL}:Q5_K_M", HF_ENDPOINT=endpoint)
@@ -213,6 +213,7 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
         assert {name: (Path(found) / name).read_bytes() for name in names_in(found)} == SMALL | weights
         assert sorted(site.fetched) == sorted(SMALL | weights), "each once"
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
+        assert [line for line in said.splitlines() if "%" in line][-1] == "quire: 100% downloaded"
         assert Path(found).name == COMMIT
     # It is in the cache now, under the names by which it was asked for.
     assert find() == (found, "")

@@ -11,7 +11,8 @@ import torch
 from quire.cli.main import main
 from safetensors.torch import load_file, save_file
 
-from service.model_check import quantised
+from service.config import Config
+from service.model_check import quantised, quantised_problem, with_limits
 from tests.bad_directories import make_good, setting
 
 Damage = Callable[[Path], object]
@@ -95,6 +96,23 @@ def test_it_is_noticed(damage: Damage, says: str, tmp_path: Path) -> None:
 def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
     assert quantised(make(tmp_path / "model", damage)) == ""
     assert quantised(tmp_path / "nowhere") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("quantization", "q8_0", " already: leave out quantization"),
+        ("model_backend", "transformers", ", which needs model_backend = native"),
+    ],
+)
+def test_what_quantised_weights_cannot_do_is_refused(
+    name: str, value: object, says: str, tmp_path: Path
+) -> None:
+    directory = make(tmp_path / "model", setting(quantization_config=GPTQ))
+    config = Config(model=str(directory), **{name: value})  # type: ignore[arg-type]
+    assert quantised_problem(config) == f"its weights are quantised{says}"
+    assert quantised_problem(Config(model=str(directory))) == ""
+    assert with_limits(config, "it is quantised") == f"it is quantised{says}"
 
 
 def test_a_check_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

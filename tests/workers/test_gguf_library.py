@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from service.config import Config
+from service.model_check import refusal
 from tests import gguf_library
 from tests.gguf_files import TypeOf, write_gguf
 from tests.gguf_library import MODELS
@@ -181,6 +183,7 @@ def test_what_is_not_understood_is_refused_by_name(
 
 def test_the_library_may_be_asked_for(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", tiny(tmp_path / "hf", "glm4"), "q8_0")
+    assert refusal(Config(model=str(file), model_backend=TRANSFORMERS)) == ""
     assert choose_backend(file, TRANSFORMERS).backend == TRANSFORMERS
 
 
