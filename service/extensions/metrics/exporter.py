@@ -96,9 +96,9 @@ class Exporter(Extension):
         if is_private(self.listen) and host and not is_address(host):
             return 403, _TEXT, b"the Host header must be localhost or an IP address\n"
         accepts_openmetrics = _OPENMETRICS in request.headers.get("accept", "")
-        return await self._found(request.scope["path"], accepts_openmetrics)
+        return await self._answer_at(request.scope["path"], accepts_openmetrics)
 
-    async def _found(self, path: str, accepts_openmetrics: bool) -> tuple[int, str, bytes]:
+    async def _answer_at(self, path: str, accepts_openmetrics: bool) -> tuple[int, str, bytes]:
         match path:
             case "/metrics":
                 return 200, *await self._metrics(accepts_openmetrics)
