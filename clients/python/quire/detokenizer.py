@@ -187,12 +187,17 @@ class _ByteRun:
         return _REPLACEMENT * len(self.ids) if self._incomplete else self.characters
 
 
+def decoder_parts(decoder: Any) -> list[dict[str, Any]]:
+    """The settings of a decoder, or of the parts of a sequence of them: each has a type."""
+    found = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    while any(part["type"] == "Sequence" for part in found):
+        found = [inner for part in found for inner in part.get("decoders", [part])]
+    return found
+
+
 def decoder_types(decoder: Any) -> set[str]:
     """The types of a decoder's parts."""
-    if decoder is None:
-        return set()
-    parsed = json.loads(decoder.__getstate__())
-    return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
+    return {part["type"] for part in decoder_parts(decoder)}
 
 
 def _bytes_of(tokenizer: Any) -> Callable[[int], int | None]:

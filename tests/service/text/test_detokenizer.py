@@ -44,15 +44,15 @@ def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends:
 
 
 # As Gemma: the first space of a text is not stripped.
-KINDS_OF_ANY = [*KINDS, "not stripped"]
+KINDS_OF_ANY = [*KINDS, "not stripped", "nested"]
 
 
 def of_any_kind(name: str) -> Tokenizer:
-    if name != "not stripped":
+    if name in KINDS:
         return kind(name)
     tokenizer = byte_fallback()
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.decoder = decoders.Sequence([decoders.Sequence(parts)] if name == "nested" else parts)
     return tokenizer
 
 
