@@ -1,4 +1,4 @@
-"""Which tokenizers the gateway decodes with: their decoders make no long text of few tokens, and never panic."""
+"""Which tokenizers the gateway decodes with: those that make no long text of few tokens, and never panic."""
 
 from __future__ import annotations
 
