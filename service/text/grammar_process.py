@@ -249,7 +249,7 @@ def _is_deep(value: Any) -> bool:
 
 def _schema_grammar(schema: Schema) -> str:
     """A schema in the library's own format. Raises SchemaError."""
-    guidance = {"whitespace_pattern": _JSON_WHITESPACE}
+    guidance: Schema = {"whitespace_pattern": _JSON_WHITESPACE, "coerce_one_of": True}
     if not has_rare_escapes(schema):
         # With numbers as escapes, a declared name could be written as an additional one.
         guidance["json_allowed_escapes"] = 'nrbtf\\"'

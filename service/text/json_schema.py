@@ -2,7 +2,8 @@
 
 `prepared` writes a schema such that the library's grammar allows only valid values, or refuses it where the
 library cannot: it ignores an exclusive bound that is an integer beside the other bound, and comes to a dead
-end where all names of a pattern are declared. `schema_values` checks finished values, for what is left.
+end where all names of a pattern are declared. `schema_values` checks finished values, for what is left: the
+library takes a `oneOf` as an `anyOf`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from service.text.schema_patterns import SchemaError, check_backslash, names_of
-from service.text.schema_references import COMBINED, References
 from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
+# Keywords with schemas for the same value.
+_COMBINED = ("allOf", "anyOf", "oneOf")
 # Where schemas have schemas: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
-_LISTS = ("items", "prefixItems", *COMBINED)
+_LISTS = ("items", "prefixItems", *_COMBINED)
 # Values with which keywords that the library does not know say nothing. All names are strings.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -51,17 +53,13 @@ _SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 
 def prepared(schema: Schema) -> Schema:
     """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
-    references = References(schema)
-    references.check()
-    return _prepared(schema, references)
+    _References(schema).check(schema)
+    return _prepared(schema)
 
 
-def _prepared(schema: Schema, references: References) -> Schema:
+def _prepared(schema: Schema) -> Schema:
     written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
-    if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
-        # The library does not look where references lead.
-        written |= references.grouped(written.pop("oneOf"))
-    _prepare_inner(written, references)
+    _prepare_inner(written)
     if not isinstance(schema.get("items"), list):
         # Only beside a list it counts, and the library ignores `prefixItems` where there is one.
         written.pop("additionalItems", None)
@@ -82,14 +80,14 @@ def _prepared(schema: Schema, references: References) -> Schema:
     return written
 
 
-def _prepare_inner(schema: Schema, references: References) -> None:
+def _prepare_inner(schema: Schema) -> None:
     for name in NAMED:
         if isinstance(schema.get(name), dict):
-            schema[name] = {key: _inner(inner, references) for key, inner in schema[name].items()}
+            schema[name] = {key: _inner(inner) for key, inner in schema[name].items()}
     for name in _LISTS:
         if isinstance(schema.get(name), list):
-            schema[name] = [_inner(inner, references) for inner in schema[name]]
-    schema |= {name: _inner(schema[name], references) for name in _ONE if name in schema}
+            schema[name] = list(map(_inner, schema[name]))
+    schema |= {name: _inner(schema[name]) for name in _ONE if name in schema}
 
 
 def _says_nothing(name: str, value: Any) -> bool:
@@ -97,8 +95,8 @@ def _says_nothing(name: str, value: Any) -> bool:
     return name == "x-guidance" or any(value == neutral for neutral in _NEUTRAL.get(name, ()))
 
 
-def _inner(schema: Any, references: References) -> Any:
-    return _prepared(schema, references) if isinstance(schema, dict) else schema
+def _inner(schema: Any) -> Any:
+    return _prepared(schema) if isinstance(schema, dict) else schema
 
 
 def _check_numbers(value: Any) -> None:
@@ -185,3 +183,45 @@ def has_rare_escapes(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(has_rare_escapes, value))
     return isinstance(value, str) and any(each < " " and each not in _SHORT_ESCAPES for each in value)
+
+
+class _References:
+    """What a whole schema refers to. Each part of it is looked at once, however many refer to it."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        # Schemas that lead to no loop, by identity, which a part has as long as the root has it.
+        self._ends: set[int] = set()
+
+    def check(self, schema: Any) -> None:
+        """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
+        self._check_place(schema, frozenset())
+        if isinstance(schema, dict | list):
+            for inner in schema.values() if isinstance(schema, dict) else schema:
+                self.check(inner)
+
+    def _check_place(self, schema: Any, path: frozenset[int]) -> None:
+        """Follows what applies to the same value as a schema does. `path`: the schemas on the way."""
+        if not isinstance(schema, dict) or id(schema) in self._ends:
+            return
+        if id(schema) in path:
+            raise SchemaError("a reference leads back to itself")
+        places = [self._target(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+        for name in _COMBINED:
+            if isinstance(schema.get(name), list):
+                places += schema[name]
+        for place in places:
+            self._check_place(place, path | {id(schema)})
+        self._ends.add(id(schema))
+
+    def _target(self, reference: str) -> Any:
+        """What a reference in the schema names; None: it may be a schema elsewhere, or a name for one."""
+        if reference != "#" and not reference.startswith("#/"):
+            return None
+        at: Any = self._root
+        for part in unquote(reference[1:]).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list):
+                at = dict(zip(map(str, range(len(at))), at, strict=True))
+            at = at.get(name) if isinstance(at, dict) else None
+        return at
