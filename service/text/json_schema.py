@@ -1,9 +1,8 @@
 """JSON Schemas for llguidance, without what it gets wrong. Runs in the process for grammars.
 
 `prepared` writes a schema such that the library's grammar allows only valid values, or refuses it where the
-library cannot: it ignores an exclusive bound that is an integer beside the other bound, and comes to a dead
-end where all names of a pattern are declared. `schema_values` checks finished values, for what is left: the
-library takes a `oneOf` as an `anyOf`.
+library cannot: it ignores an exclusive bound that is an integer beside the other bound. `schema_values`
+checks finished values, for what is left: the library takes a `oneOf` as an `anyOf`, and rounds numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import quote, unquote
 
-from service.text.schema_patterns import SchemaError, check_backslash, names_of
-from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
+from service.text.schema_patterns import SchemaError, check_backslash
+from service.text.schema_values import NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
 _FORMATS = frozenset(
@@ -43,12 +42,8 @@ _LEAST_DISTANCE = 1e-15
 _LARGE = 2.0**53
 # The largest bound that the library can apply: the last float of 64 bits with a sign.
 _LARGEST_BOUND = 2**63 - 1024
-# Of the numbers that the library writes as they are.
-_MAX_DIGITS = 15
 # Of a reference, beside letters and digits: programs write the names of types as they are.
 _URI = "-._~:/?@!$&'()*+,;=%"
-# Control characters with a short escape.
-_SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 
 
 def prepared(schema: Schema) -> Schema:
@@ -67,11 +62,11 @@ def _prepared(schema: Schema) -> Schema:
         written["$ref"] = "#" + quote(reference[1:], safe=_URI)
     if written.get("format") not in _FORMATS:
         written.pop("format", None)
-    check_backslash(schema.get("pattern"))
+    patterns = schema.get("patternProperties")
+    for expression in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+        check_backslash(expression)
     written |= {name: int(written[name]) for name in _COUNTS if is_number(written.get(name))}
-    _check_numbers([schema.get("const"), schema.get("enum")])
     _set_bounds(written)
-    _set_names(written)
     required = schema.get("required")
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > len(required if isinstance(required, list) else ()) + 1:
@@ -97,20 +92,6 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 def _inner(schema: Any) -> Any:
     return _prepared(schema) if isinstance(schema, dict) else schema
-
-
-def _check_numbers(value: Any) -> None:
-    """Raises SchemaError for a number in a value that the library would write as another one."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            _check_numbers(inner)
-    elif is_number(value):
-        digits = "".join(filter(str.isdigit, repr(value).partition("e")[0])).strip("0")
-        is_float = isinstance(value, float)
-        if abs(value) >= (_LARGE if is_float else 1 << 63) or (is_float and len(digits) > _MAX_DIGITS):
-            raise SchemaError(
-                f"const and enum can have integers of 64 bits and numbers of {_MAX_DIGITS} digits"
-            )
 
 
 def _set_bounds(schema: Schema) -> None:
@@ -152,37 +133,6 @@ def _next(bound: float, sign: int, step: Any) -> float:
     size = Fraction(repr(step))
     multiple = (math.floor(sign * Fraction(repr(bound)) / size) + 1) * sign * size
     return int(multiple) if multiple.denominator == 1 else float(multiple)
-
-
-def _set_names(schema: Schema) -> None:
-    """Replaces patterns of few names by these, which then are properties like the declared ones."""
-    patterns = schema.get("patternProperties")
-    if not isinstance(patterns, dict):
-        return
-    properties = schema.get("properties")
-    properties = dict(properties) if isinstance(properties, dict) else {}
-    kept: dict[str, Any] = {}
-    for pattern, inner in patterns.items():
-        check_backslash(pattern)
-        names = names_of(pattern)
-        if names is None:
-            # An empty expression is one that matches every name.
-            kept[pattern or "(?:)"] = inner
-        for name in names or ():
-            properties[name] = {"allOf": [properties[name], inner]} if name in properties else inner
-    schema["patternProperties"], schema["properties"] = kept, properties
-    if not kept:
-        del schema["patternProperties"]
-
-
-def has_rare_escapes(value: Any) -> bool:
-    """Whether a text in a schema has a character that JSON can only write as a number."""
-    if isinstance(value, dict):
-        texts = (each for name, each in value.items() if not (name in ANNOTATIONS and isinstance(each, str)))
-        return any(map(has_rare_escapes, (*value, *texts)))
-    if isinstance(value, list):
-        return any(map(has_rare_escapes, value))
-    return isinstance(value, str) and any(each < " " and each not in _SHORT_ESCAPES for each in value)
 
 
 class _References:
