@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from service.text.schema_patterns import SchemaError, check_backslash
 from service.text.schema_values import NAMED, Schema, is_number
@@ -19,11 +19,9 @@ from service.text.schema_values import NAMED, Schema, is_number
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# Keywords with schemas for the same value.
-_COMBINED = ("allOf", "anyOf", "oneOf")
 # Where schemas have schemas: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
-_LISTS = ("items", "prefixItems", *_COMBINED)
+_LISTS = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
 # Values with which keywords that the library does not know say nothing. All names are strings.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -47,12 +45,7 @@ _URI = "-._~:/?@!$&'()*+,;=%"
 
 
 def prepared(schema: Schema) -> Schema:
-    """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
-    _References(schema).check(schema)
-    return _prepared(schema)
-
-
-def _prepared(schema: Schema) -> Schema:
+    """A schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
     written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
     _prepare_inner(written)
     if not isinstance(schema.get("items"), list):
@@ -91,7 +84,7 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 
 def _inner(schema: Any) -> Any:
-    return _prepared(schema) if isinstance(schema, dict) else schema
+    return prepared(schema) if isinstance(schema, dict) else schema
 
 
 def _set_bounds(schema: Schema) -> None:
@@ -133,45 +126,3 @@ def _next(bound: float, sign: int, step: Any) -> float:
     size = Fraction(repr(step))
     multiple = (math.floor(sign * Fraction(repr(bound)) / size) + 1) * sign * size
     return int(multiple) if multiple.denominator == 1 else float(multiple)
-
-
-class _References:
-    """What a whole schema refers to. Each part of it is looked at once, however many refer to it."""
-
-    def __init__(self, root: Schema) -> None:
-        self._root = root
-        # Schemas that lead to no loop, by identity, which a part has as long as the root has it.
-        self._ends: set[int] = set()
-
-    def check(self, schema: Any) -> None:
-        """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
-        self._check_place(schema, frozenset())
-        if isinstance(schema, dict | list):
-            for inner in schema.values() if isinstance(schema, dict) else schema:
-                self.check(inner)
-
-    def _check_place(self, schema: Any, path: frozenset[int]) -> None:
-        """Follows what applies to the same value as a schema does. `path`: the schemas on the way."""
-        if not isinstance(schema, dict) or id(schema) in self._ends:
-            return
-        if id(schema) in path:
-            raise SchemaError("a reference leads back to itself")
-        places = [self._target(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
-        for name in _COMBINED:
-            if isinstance(schema.get(name), list):
-                places += schema[name]
-        for place in places:
-            self._check_place(place, path | {id(schema)})
-        self._ends.add(id(schema))
-
-    def _target(self, reference: str) -> Any:
-        """What a reference in the schema names; None: it may be a schema elsewhere, or a name for one."""
-        if reference != "#" and not reference.startswith("#/"):
-            return None
-        at: Any = self._root
-        for part in unquote(reference[1:]).split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(at, list):
-                at = dict(zip(map(str, range(len(at))), at, strict=True))
-            at = at.get(name) if isinstance(at, dict) else None
-        return at
