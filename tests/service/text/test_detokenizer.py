@@ -105,6 +105,13 @@ def test_a_prompt_that_ends_with_bytes(complete: bytes, more: int, text: bytes) 
     assert "".join(decoded_pieces(tokenizer, [*ids, letter], [letter, *context])) == expected
 
 
+def test_only_the_last_character_of_a_prompt_can_be_completed() -> None:
+    """Bytes before that are invalid, and replaced in the prompt."""
+    tokenizer = kind("byte_level")
+    context = [tokenizer.token_to_id(letter) or 0 for letter in "\u00eb\u00b3\u00f2"]
+    assert decoded_pieces(tokenizer, tokenizer.encode("1").ids, context) == ["\ufffd1", ""]
+
+
 def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
     return [tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in text]
 
