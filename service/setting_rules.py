@@ -24,8 +24,9 @@ DISK_JOURNALS = ("disk", "disk-fsync")
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 # The names in the tables of service/text/output_formats.py.
 TOOL_CALL_PARSERS = (
-    AUTO, "none", "openai", "kimi_k2", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "glm45",
-    "seed_oss", "qwen3_coder", "hermes", "llama4_pythonic", "pythonic", "llama3_json",
+    AUTO, "none", "openai", "kimi_k2", "deepseek_v3", "deepseek_v31", "deepseek_v32", "minimax_m2", "mistral",
+    "mistral_list", "glm45", "seed_oss", "functionary", "qwen3_coder", "hunyuan_a13b", "nemotron_json",
+    "granite", "hermes", "lfm2", "llama4_pythonic", "pythonic", "llama3_json",
 )  # fmt: skip
 REASONING_PARSERS = (AUTO, "none", "openai", "mistral", "seed_oss", "think")
 _KIB, MIB = 1 << 10, 1 << 20

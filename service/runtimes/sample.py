@@ -82,6 +82,9 @@ class Sample:
         self._detokenizer = None
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
+            if matcher is not None:
+                # What it constrains does not complete a character that the prompt has begun.
+                self._detokenizer.flush()
         self._divider = None if spec.reading is None else Divider(spec.reading, index)
         self.drafter: Drafter | None = None
         # What rules forbid may be all that a grammar allows behind a draft. And what a condition ends on is

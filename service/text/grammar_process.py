@@ -20,7 +20,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from service.text.json_schema import has_rare_escapes, prepared
+from service.text.json_schema import prepared
 from service.text.schema_patterns import LIMITS, NO_FORCING, SchemaError, Vocabulary, check_backslash
 from service.text.schema_values import Schema, Validator
 
@@ -249,10 +249,10 @@ def _is_deep(value: Any) -> bool:
 
 def _schema_grammar(schema: Schema) -> str:
     """A schema in the library's own format. Raises SchemaError."""
-    guidance = {"whitespace_pattern": _JSON_WHITESPACE}
-    if not has_rare_escapes(schema):
-        # With numbers as escapes, a declared name could be written as an additional one.
-        guidance["json_allowed_escapes"] = 'nrbtf\\"'
+    # With numbers as escapes, a declared name could be written as an additional one.
+    guidance = {
+        "whitespace_pattern": _JSON_WHITESPACE, "json_allowed_escapes": 'nrbtf\\"', "coerce_one_of": True,
+    }  # fmt: skip
     schema = prepared(schema) | {"x-guidance": guidance}
     return _to_json({"lark_grammar": _JSON_LARK + NO_FORCING}, {"name": "value", "json_schema": schema})
 

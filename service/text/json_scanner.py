@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 
 MAX_LEVELS = 64
 _SPACES = frozenset(" \t\r\n")
@@ -11,8 +11,22 @@ _SPACES = frozenset(" \t\r\n")
 _MAX_SCALAR_CHARACTERS = 400
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _AFTER_SCALAR = _SPACES | frozenset(",]}")
-_ESCAPES = frozenset('"\\/bfnrt')
+_ESCAPES = frozenset('"\\/bfnrtu')
 _HEX = frozenset("0123456789abcdefABCDEF")
+_VALUE = {'"': "in text", "{": "first key", "[": "first value"}
+_VALUES = ("first value", "value")
+# By what is expected, what is expected after each character that may come, beside spaces, and the beginnings
+# of numbers and names.
+_NEXT: Mapping[str, Mapping[str, str]] = {
+    "object": {"{": "first key"},
+    "first key": {'"': "in key", "}": "close"},
+    "key": {'"': "in key"},
+    "colon": {":": "value"},
+    "first value": {**_VALUE, "]": "close"},
+    "value": _VALUE,
+    "after value in {": {",": "key", "}": "close"},
+    "after value in [": {",": "value", "]": "close"},
+}
 
 
 class MalformedJson(Exception):
@@ -23,11 +37,11 @@ class JsonScanner:
     """Whether the characters so far are the beginning of an object, or all of it."""
 
     def __init__(self) -> None:
-        # The brackets that are open, and what may come next: one of the methods below.
+        # The brackets that are open, and what is expected.
         self._levels: list[str] = []
-        self._next: Callable[[str], None] = self._at_begin
-        # Of a string: whether it is a key, and what is left of an escape.
-        self._is_key = False
+        self._expected = "object"
+        # Of a string: whether an escape has begun, and what is left of one with a number.
+        self._is_escape = False
         self._hex_left = 0
         self._scalar = ""
 
@@ -39,111 +53,55 @@ class JsonScanner:
     @property
     def is_complete(self) -> bool:
         """Whether the object has ended."""
-        return self._next == self._at_end
+        return self._expected == "nothing"
 
     def feed(self, char: str) -> None:
         """Takes the next character. Raises MalformedJson."""
-        self._next(char)
-
-    def _at_begin(self, char: str) -> None:
-        if char in _SPACES:
-            return
-        if char != "{":
-            raise MalformedJson
-        self._open(char)
-
-    def _at_end(self, _char: str) -> None:
-        raise MalformedJson
-
-    def _open(self, char: str) -> None:
-        if len(self._levels) >= MAX_LEVELS:
-            raise MalformedJson
-        self._levels.append(char)
-        self._next = self._at_first_key if char == "{" else self._at_first_value
-
-    def _close(self, char: str) -> None:
-        if self._levels.pop() + char not in ("{}", "[]"):
-            raise MalformedJson
-        self._next = self._after_value if self._levels else self._at_end
-
-    def _at_first_key(self, char: str) -> None:
-        if char == "}":
-            self._close(char)
-        else:
-            self._at_key(char)
-
-    def _at_key(self, char: str) -> None:
-        if char in _SPACES:
-            return
-        if char != '"':
-            raise MalformedJson
-        self._is_key, self._next = True, self._in_string
-
-    def _at_colon(self, char: str) -> None:
-        if char in _SPACES:
-            return
-        if char != ":":
-            raise MalformedJson
-        self._next = self._at_value
-
-    def _at_first_value(self, char: str) -> None:
-        if char == "]":
-            self._close(char)
-        else:
-            self._at_value(char)
-
-    def _at_value(self, char: str) -> None:
-        if char in _SPACES:
-            return
-        if char == '"':
-            self._is_key, self._next = False, self._in_string
-        elif char in "{[":
-            self._open(char)
-        elif char.isalnum() or char == "-":
-            self._scalar, self._next = char, self._in_scalar
-        else:
-            raise MalformedJson
-
-    def _after_value(self, char: str) -> None:
-        if char in _SPACES:
-            return
-        if char == ",":
-            self._next = self._at_key if self._levels[-1] == "{" else self._at_value
-        elif char in "]}":
-            self._close(char)
-        else:
-            raise MalformedJson
-
-    def _in_string(self, char: str) -> None:
-        if char == '"':
-            self._next = self._at_colon if self._is_key else self._after_value
-        elif char == "\\":
-            self._next = self._in_escape
-        elif char < " ":
-            raise MalformedJson
-
-    def _in_escape(self, char: str) -> None:
-        if char == "u":
-            self._hex_left, self._next = 4, self._in_hex
-        elif char in _ESCAPES:
-            self._next = self._in_string
-        else:
-            raise MalformedJson
-
-    def _in_hex(self, char: str) -> None:
-        if char not in _HEX:
-            raise MalformedJson
-        self._hex_left -= 1
-        if not self._hex_left:
-            self._next = self._in_string
-
-    def _in_scalar(self, char: str) -> None:
-        if char not in _AFTER_SCALAR:
+        if self._expected in ("in key", "in text"):
+            self._feed_string(char)
+        elif self._expected == "in scalar" and char not in _AFTER_SCALAR:
             self._scalar += char
             if len(self._scalar) > _MAX_SCALAR_CHARACTERS:
                 raise MalformedJson
-            return
-        if _SCALAR.fullmatch(self._scalar) is None:
+        else:
+            if self._expected == "in scalar":
+                if _SCALAR.fullmatch(self._scalar) is None:
+                    raise MalformedJson
+                self._end_value()
+            if char not in _SPACES or self.is_complete:
+                self._feed_mark(char)
+
+    def _feed_mark(self, char: str) -> None:
+        """Takes a character outside of strings, numbers and names, or the first one of these."""
+        expected = _NEXT.get(self._expected, {}).get(char)
+        if expected is None and self._expected in _VALUES and (char.isalnum() or char == "-"):
+            self._scalar, expected = char, "in scalar"
+        if expected is None or (len(self._levels) >= MAX_LEVELS and char in "{["):
             raise MalformedJson
-        self._next = self._after_value
-        self._after_value(char)
+        self._expected = expected
+        if char in "{[":
+            self._levels.append(char)
+        elif expected == "close":
+            self._levels.pop()
+            self._end_value()
+
+    def _feed_string(self, char: str) -> None:
+        if self._hex_left:
+            if char not in _HEX:
+                raise MalformedJson
+            self._hex_left -= 1
+        elif self._is_escape:
+            if char not in _ESCAPES:
+                raise MalformedJson
+            self._is_escape, self._hex_left = False, 4 if char == "u" else 0
+        elif char < " ":
+            raise MalformedJson
+        elif char != '"':
+            self._is_escape = char == "\\"
+        elif self._expected == "in key":
+            self._expected = "colon"
+        else:
+            self._end_value()
+
+    def _end_value(self) -> None:
+        self._expected = f"after value in {self._levels[-1]}" if self._levels else "nothing"

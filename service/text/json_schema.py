@@ -1,8 +1,8 @@
 """JSON Schemas for llguidance, without what it gets wrong. Runs in the process for grammars.
 
 `prepared` writes a schema such that the library's grammar allows only valid values, or refuses it where the
-library cannot: it ignores an exclusive bound that is an integer beside the other bound, and comes to a dead
-end where all names of a pattern are declared. `schema_values` checks finished values, for what is left.
+library cannot: it ignores an exclusive bound that is an integer beside the other bound. `schema_values`
+checks finished values, for what is left: the library takes a `oneOf` as an `anyOf`, and rounds numbers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import quote
 
-from service.text.schema_patterns import SchemaError, check_backslash, names_of
-from service.text.schema_references import COMBINED, References
-from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
+from service.text.schema_patterns import SchemaError, check_backslash
+from service.text.schema_values import NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
 _FORMATS = frozenset(
@@ -22,7 +21,7 @@ _FORMATS = frozenset(
 )
 # Where schemas have schemas: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
-_LISTS = ("items", "prefixItems", *COMBINED)
+_LISTS = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
 # Values with which keywords that the library does not know say nothing. All names are strings.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -41,27 +40,14 @@ _LEAST_DISTANCE = 1e-15
 _LARGE = 2.0**53
 # The largest bound that the library can apply: the last float of 64 bits with a sign.
 _LARGEST_BOUND = 2**63 - 1024
-# Of the numbers that the library writes as they are.
-_MAX_DIGITS = 15
 # Of a reference, beside letters and digits: programs write the names of types as they are.
 _URI = "-._~:/?@!$&'()*+,;=%"
-# Control characters with a short escape.
-_SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 
 
 def prepared(schema: Schema) -> Schema:
-    """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
-    references = References(schema)
-    references.check()
-    return _prepared(schema, references)
-
-
-def _prepared(schema: Schema, references: References) -> Schema:
+    """A schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
     written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
-    if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
-        # The library does not look where references lead.
-        written |= references.grouped(written.pop("oneOf"))
-    _prepare_inner(written, references)
+    _prepare_inner(written)
     if not isinstance(schema.get("items"), list):
         # Only beside a list it counts, and the library ignores `prefixItems` where there is one.
         written.pop("additionalItems", None)
@@ -69,11 +55,11 @@ def _prepared(schema: Schema, references: References) -> Schema:
         written["$ref"] = "#" + quote(reference[1:], safe=_URI)
     if written.get("format") not in _FORMATS:
         written.pop("format", None)
-    check_backslash(schema.get("pattern"))
+    patterns = schema.get("patternProperties")
+    for expression in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+        check_backslash(expression)
     written |= {name: int(written[name]) for name in _COUNTS if is_number(written.get(name))}
-    _check_numbers([schema.get("const"), schema.get("enum")])
     _set_bounds(written)
-    _set_names(written)
     required = schema.get("required")
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > len(required if isinstance(required, list) else ()) + 1:
@@ -82,14 +68,14 @@ def _prepared(schema: Schema, references: References) -> Schema:
     return written
 
 
-def _prepare_inner(schema: Schema, references: References) -> None:
+def _prepare_inner(schema: Schema) -> None:
     for name in NAMED:
         if isinstance(schema.get(name), dict):
-            schema[name] = {key: _inner(inner, references) for key, inner in schema[name].items()}
+            schema[name] = {key: _inner(inner) for key, inner in schema[name].items()}
     for name in _LISTS:
         if isinstance(schema.get(name), list):
-            schema[name] = [_inner(inner, references) for inner in schema[name]]
-    schema |= {name: _inner(schema[name], references) for name in _ONE if name in schema}
+            schema[name] = list(map(_inner, schema[name]))
+    schema |= {name: _inner(schema[name]) for name in _ONE if name in schema}
 
 
 def _says_nothing(name: str, value: Any) -> bool:
@@ -97,22 +83,8 @@ def _says_nothing(name: str, value: Any) -> bool:
     return name == "x-guidance" or any(value == neutral for neutral in _NEUTRAL.get(name, ()))
 
 
-def _inner(schema: Any, references: References) -> Any:
-    return _prepared(schema, references) if isinstance(schema, dict) else schema
-
-
-def _check_numbers(value: Any) -> None:
-    """Raises SchemaError for a number in a value that the library would write as another one."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            _check_numbers(inner)
-    elif is_number(value):
-        digits = "".join(filter(str.isdigit, repr(value).partition("e")[0])).strip("0")
-        is_float = isinstance(value, float)
-        if abs(value) >= (_LARGE if is_float else 1 << 63) or (is_float and len(digits) > _MAX_DIGITS):
-            raise SchemaError(
-                f"const and enum can have integers of 64 bits and numbers of {_MAX_DIGITS} digits"
-            )
+def _inner(schema: Any) -> Any:
+    return prepared(schema) if isinstance(schema, dict) else schema
 
 
 def _set_bounds(schema: Schema) -> None:
@@ -154,34 +126,3 @@ def _next(bound: float, sign: int, step: Any) -> float:
     size = Fraction(repr(step))
     multiple = (math.floor(sign * Fraction(repr(bound)) / size) + 1) * sign * size
     return int(multiple) if multiple.denominator == 1 else float(multiple)
-
-
-def _set_names(schema: Schema) -> None:
-    """Replaces patterns of few names by these, which then are properties like the declared ones."""
-    patterns = schema.get("patternProperties")
-    if not isinstance(patterns, dict):
-        return
-    properties = schema.get("properties")
-    properties = dict(properties) if isinstance(properties, dict) else {}
-    kept: dict[str, Any] = {}
-    for pattern, inner in patterns.items():
-        check_backslash(pattern)
-        names = names_of(pattern)
-        if names is None:
-            # An empty expression is one that matches every name.
-            kept[pattern or "(?:)"] = inner
-        for name in names or ():
-            properties[name] = {"allOf": [properties[name], inner]} if name in properties else inner
-    schema["patternProperties"], schema["properties"] = kept, properties
-    if not kept:
-        del schema["patternProperties"]
-
-
-def has_rare_escapes(value: Any) -> bool:
-    """Whether a text in a schema has a character that JSON can only write as a number."""
-    if isinstance(value, dict):
-        texts = (each for name, each in value.items() if not (name in ANNOTATIONS and isinstance(each, str)))
-        return any(map(has_rare_escapes, (*value, *texts)))
-    if isinstance(value, list):
-        return any(map(has_rare_escapes, value))
-    return isinstance(value, str) and any(each < " " and each not in _SHORT_ESCAPES for each in value)

@@ -25,6 +25,7 @@ class Pattern:
     """Texts of which a parser expects one: literal characters, and what stands for others.
 
     Spaces are any whitespace, none included; {name}, {id} and {key} are what they say, {word} is not used.
+    {text}: "true" before a value that is a text.
     """
 
     # Several spaces are one atom: each more would square the time of a search.
@@ -33,6 +34,7 @@ class Pattern:
         "name": r"(?P<name>[\w.\-]+)",
         "id": r"(?P<id>[\w.:\-]+)",
         "key": r"(?P<key>[^<>\n]+)",
+        "text": r"(?P<text>true|false)",
         "word": r"\w+",
     }
 
@@ -146,7 +148,10 @@ _CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", " <｜tool▁calls▁end｜
 # The first whose marks a template has is used.
 TOOL_FORMATS = (
     # The prompt ends behind the role, which a recipient may follow.
-    ToolFormat("openai", ("<|channel|>",), ("<|start|>", "<|channel|>"), Arguments.MESSAGE, first="to="),
+    ToolFormat(
+        "openai", ("<|start|>", "<|channel|>", "<|message|>"), ("<|start|>", "<|channel|>"),
+        Arguments.MESSAGE, first="to=",
+    ),
     ToolFormat(
         "kimi_k2", ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), Arguments.OBJECT,
         head=("<|tool_call_begin|> {id} <|tool_call_argument_begin|> ",),
@@ -160,6 +165,17 @@ TOOL_FORMATS = (
     ToolFormat(
         "deepseek_v31", _CALLS, _CALLS, Arguments.OBJECT,
         head=(_CALL + " {name} " + _SEP + " ",), tail=" " + _CALL_END, between=" ", closing=_CALLS_END,
+    ),
+    ToolFormat(
+        "deepseek_v32", ("｜DSML｜", "function_calls>"), ("<｜DSML｜function_calls>",), Arguments.PAIRS,
+        head=('<｜DSML｜invoke name="{name}"> ',), key='<｜DSML｜parameter name="{key}" string="{text}">',
+        value_end="</｜DSML｜parameter>", tail=" </｜DSML｜invoke>", between=" ",
+        closing=" </｜DSML｜function_calls>",
+    ),
+    ToolFormat(
+        "minimax_m2", ("<minimax:tool_call>",), ("<minimax:tool_call>",), Arguments.PAIRS,
+        head=('<invoke name="{name}"> ',), key='<parameter name="{key}">', value_end="</parameter>",
+        tail=" </invoke>", between=" ", closing=" </minimax:tool_call>",
     ),
     ToolFormat(
         "mistral", ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), Arguments.OBJECT,
@@ -180,14 +196,34 @@ TOOL_FORMATS = (
         tail=" </function>", closing=" </seed:tool_call>",
     ),
     ToolFormat(
+        "functionary", ("<function=example_function_name>{",), ("<function=",), Arguments.OBJECT,
+        head=("<function={name}> ",), tail=" </function>",
+    ),
+    ToolFormat(
         # It may leave out the first of these.
-        "qwen3_coder", ("<function=",), ("<tool_call>", "<function="), Arguments.PAIRS,
+        "qwen3_coder", ("<function=", "<parameter="), ("<tool_call>", "<function="), Arguments.PAIRS,
         head=("<function={name}> ",), key="<parameter={key}>", value_end="</parameter>",
         tail=" </function>", closing=" </tool_call>",
     ),
     ToolFormat(
-        "hermes", ("<tool_call>",), ("<tool_call>",), Arguments.CALL_OBJECT, closing=" </tool_call>"
+        "hunyuan_a13b", ("<tool_calls>[",), ("<tool_calls>",), Arguments.CALL_OBJECT,
+        opening=" [ ", between=" , ", closing=" ] </tool_calls>",
     ),
+    ToolFormat(
+        "nemotron_json", ("<TOOLCALL>[",), ("<TOOLCALL>",), Arguments.CALL_OBJECT,
+        opening=" [ ", between=" , ", closing=" ] </TOOLCALL>",
+    ),
+    ToolFormat(
+        "granite", ("<|tool_call|> followed by a JSON list",), ("<|tool_call|>", "<tool_call>"),
+        Arguments.CALL_OBJECT, opening=" [ ", between=" , ", closing=" ]",
+    ),
+    ToolFormat(
+        "hermes", ("<tool_call>", '"arguments'), ("<tool_call>",), Arguments.CALL_OBJECT,
+        closing=" </tool_call>",
+    ),
+    # Of <|tool_call_start|>[ or <|tool_list_start|>[, a template has one.
+    ToolFormat("lfm2", ("<|tool_", "_start|>["), ("<|tool_call_start|>",), Arguments.PYTHON,
+               closing=" <|tool_call_end|>"),
     ToolFormat("llama4_pythonic", ("<|python_start|>",), ("<|python_start|>",), Arguments.PYTHON,
                closing=" <|python_end|>"),
     ToolFormat("pythonic", ("[func_name1(",), (), Arguments.PYTHON, first="["),
@@ -220,7 +256,7 @@ class OutputFormats:
         found = {"<|message|>"}
         if self.tools is not None:
             texts = (self.tools.opening, *self.tools.head, self.tools.tail, self.tools.closing)
-            found.update(self.tools.begins)
+            found.update((*self.tools.marks, *self.tools.begins))
             found.update(marker for text in texts for marker in _MARKER.findall(text))
         if self.reasoning is not None:
             found.update((self.reasoning.begin, self.reasoning.end))
@@ -235,7 +271,7 @@ def formats_of(template: str, tools: str = AUTO, reasoning: str = AUTO) -> Outpu
     """What a model with this chat template writes, or what the settings say by name."""
     return OutputFormats(
         _chosen(tools, TOOL_FORMATS, lambda each: all(mark in template for mark in each.marks)),
-        _chosen(reasoning, REASONING_FORMATS, lambda each: (each.begin or "<|channel|>") in template),
+        _chosen(reasoning, REASONING_FORMATS, lambda each: each.opening in template),
     )
 
 

@@ -444,7 +444,10 @@ class OutputParser:
         before = "{"
         while key is not None:
             value = yield from self._until(form.value_end)
-            typed = typed_value(value, self._tools.get(name, {}), key["key"])
+            is_text = key.get("text") == "true"
+            typed = (
+                json.dumps(value) if is_text else typed_value(value, self._tools.get(name, {}), key["key"])
+            )
             self._add_arguments(f"{before}{json.dumps(key['key'])}: {typed}")
             before = ", "
             key = yield from self._match(" " + form.key)

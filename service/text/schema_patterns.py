@@ -16,9 +16,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 # which goes wrong with tokenizers that add or drop spaces.
 NO_FORCING: Final = '\n%llguidance {"no_forcing": true}\n'
 LIMITS: Final = LLParserLimits(verbose_errors=False)
-# The most names that `names_of` returns, and their longest text in bytes.
-_MAX_NAMES = 64
-_MAX_NAME_BYTES = 256
 
 
 class Vocabulary(TokenizerWrapper):
@@ -70,27 +67,3 @@ def matches(pattern: str, text: str) -> bool:
     matcher = _texts(pattern).deep_copy()
     data = json.dumps(text, ensure_ascii=False).encode(errors="replace")
     return bool(matcher.consume_tokens(list(data))) and matcher.is_accepting()
-
-
-def names_of(pattern: str) -> list[str] | None:
-    """All texts that a pattern matches; None: more than a few. Raises SchemaError."""
-    if not any(end in pattern for end in ("$", r"\z", r"\Z")):
-        return None
-    names, begun = list[bytes](), [(_texts(pattern).deep_copy(), b"")]
-    while begun:
-        matcher, text = begun.pop()
-        follow = [] if matcher.is_stopped() else _set_bits(matcher.compute_bitmask())
-        if matcher.is_accepting():
-            names.append(text)
-        if len(names) + len(begun) + len(follow) > _MAX_NAMES or len(text) > _MAX_NAME_BYTES:
-            return None
-        for byte in follow:
-            longer = matcher.deep_copy()
-            if longer.consume_tokens([byte]):
-                begun.append((longer, text + bytes([byte])))
-    # The same name may be written in several ways.
-    return sorted({json.loads(name) for name in names})
-
-
-def _set_bits(mask: bytes) -> list[int]:
-    return [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]

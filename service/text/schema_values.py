@@ -72,6 +72,8 @@ class Validator:
         """Follows each reference once with each value: there may be 2^64 ways to it."""
         key = id(schema), id(value)
         if key not in self._is_invalid:
+            # While it is followed: one that only leads back to itself has no value.
+            self._is_invalid[key] = True
             errors = self._follow(validator, reference, value, schema)
             self._is_invalid[key] = next(iter(errors), None) is not None
         return _errors(self._is_invalid[key])

@@ -9,7 +9,7 @@ its prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from quire.detokenizer import BYTE_FALLBACK, decoder_types
 
@@ -19,12 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# Tokens among which two anchors are looked for, to decode other tokens between them.
+# Tokens among which one is looked for to decode others beside it.
 _CANDIDATES = 4096
-_ANCHORS = 2
-# Its id, and its text at the beginning and after another token.
-_Anchor: TypeAlias = tuple[int, str, str]
-# Size of the sample of tokens that is checked once more.
+# Of a byte-level decoder, how many tokens are checked.
 _MAX_CHECKED = 2048
 # Texts decoded in one call, during which no other Python thread runs.
 _MAX_DECODED = 2048
@@ -56,7 +53,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int | None = None) -> tuple[li
     for token_id, text_bytes in (spelled | special).items():
         found[token_id] = text_bytes
     # A decoder that only concatenates bytes needs no more than a sample.
-    checked = _sample(ids) if decoders == {"ByteLevel"} else ids
+    checked = ids[:: max(1, len(ids) // _MAX_CHECKED)] if decoders == {"ByteLevel"} else ids
     for token_id, text in zip(checked, _texts(tokenizer, ids, checked), strict=True):
         if token_id in spelled:
             found[token_id] = _checked(spelled[token_id], text)
@@ -68,21 +65,11 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int | None = None) -> tuple[li
 
 
 def _texts(tokenizer: Tokenizer, all_ids: Sequence[int], ids: Sequence[int]) -> list[str | None]:
-    """Of each of `ids` its text between other tokens; None: it is not the same everywhere."""
-    (first, second), sample = _find_anchors(tokenizer, all_ids), _sample(ids)
-    texts = dict(zip(ids, _between(tokenizer, first, second, ids), strict=True))
-    for token_id, text in zip(sample, _between(tokenizer, second, first, sample), strict=True):
-        if text != texts[token_id]:
-            texts[token_id] = None
-    return list(texts.values())
-
-
-def _between(tokenizer: Tokenizer, before: _Anchor, after: _Anchor, ids: Sequence[int]) -> list[str | None]:
-    """The text of each token. None: it changes if the token is repeated, or if `after` follows."""
-    (left, begin, _), (right, _, end) = before, after
-    last = _decode(tokenizer, [[left, token_id, token_id] for token_id in ids])
-    between = _decode(tokenizer, [[left, token_id, token_id, right] for token_id in ids])
-    texts = []
+    """The text of each of `ids` behind another token; None: it changes where that is repeated or followed."""
+    anchor, begin, end = _anchor(tokenizer, all_ids)
+    last = _decode(tokenizer, [[anchor, token_id, token_id] for token_id in ids])
+    between = _decode(tokenizer, [[anchor, token_id, token_id, anchor] for token_id in ids])
+    texts = list[str | None]()
     for text, longer in zip(last, between, strict=True):
         twice = text.removeprefix(begin)
         once = twice[: len(twice) // 2]
@@ -91,17 +78,14 @@ def _between(tokenizer: Tokenizer, before: _Anchor, after: _Anchor, ids: Sequenc
     return texts
 
 
-def _find_anchors(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[_Anchor, _Anchor]:
-    """Two tokens of letters or digits. Raises Unsupported."""
+def _anchor(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str, str]:
+    """A token of letters or digits, its text at the beginning and after itself. Raises Unsupported."""
     ids = ids[:_CANDIDATES]
     alone = _decode(tokenizer, [[token_id] for token_id in ids])
     twice = _decode(tokenizer, [[token_id, token_id] for token_id in ids])
-    anchors = []
     for token_id, first, both in zip(ids, alone, twice, strict=True):
         if first.isalnum() and both.startswith(first) and both != first:
-            anchors.append((token_id, first, both.removeprefix(first)))
-        if len(anchors) == _ANCHORS:
-            return anchors[0], anchors[1]
+            return token_id, first, both.removeprefix(first)
     raise Unsupported(_UNSUPPORTED)
 
 
@@ -110,18 +94,11 @@ def _decode(tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[str]:
     return [text for part in parts for text in tokenizer.decode_batch(list(part))]
 
 
-def _sample(ids: Sequence[int]) -> Sequence[int]:
-    return ids[:: max(1, len(ids) // _MAX_CHECKED)]
-
-
 def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str]) -> dict[int, bytes]:
     """The bytes of the tokens that the decoder writes as bytes."""
     spelled = {}
     for token_id in ids:
-        token = tokenizer.id_to_token(token_id)
-        if token is None:
-            continue
-        own = spelled_bytes(token, decoders)
+        own = spelled_bytes(tokenizer.id_to_token(token_id) or "", decoders)
         if own is not None:
             spelled[token_id] = own
     return spelled

@@ -61,7 +61,7 @@ class Detokenizer:
         # Complete characters of bytes before the text stand, whatever follows.
         num_complete = len(run) - _num_incomplete(run)
         before = ids[: len(ids) - len(run) + num_complete]
-        self._restart(before[-1:] if num_complete else _begin_of_character(tokenizer, before))
+        self._restart(before[-1:] if num_complete else before)
         self._run = _ByteRun()
         for token_id, byte in zip(ids[len(before) :], run[num_complete:], strict=True):
             self._run.add(token_id, byte)
@@ -130,7 +130,7 @@ class Detokenizer:
         self._ids = list(ids)
         self._text = self._tokenizer.decode(self._ids)
         is_byte = len(self._ids) == 1 and self._byte_of(self._ids[0]) is not None
-        self._num_returned = len(self._text if is_byte else self._text.rstrip(_REPLACEMENT))
+        self._num_returned = len(self._text) - (not is_byte and self._text.endswith(_REPLACEMENT))
         self._num_complete = len(self._ids) if self._num_returned == len(self._text) else 0
 
     def _return_until(self, end: int) -> str:
@@ -187,12 +187,17 @@ class _ByteRun:
         return _REPLACEMENT * len(self.ids) if self._incomplete else self.characters
 
 
+def decoder_parts(decoder: Any) -> list[dict[str, Any]]:
+    """The settings of a decoder, or of the parts of a sequence of them: each has a type."""
+    found = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    while any(part["type"] == "Sequence" for part in found):
+        found = [inner for part in found for inner in part.get("decoders", [part])]
+    return found
+
+
 def decoder_types(decoder: Any) -> set[str]:
     """The types of a decoder's parts."""
-    if decoder is None:
-        return set()
-    parsed = json.loads(decoder.__getstate__())
-    return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
+    return {part["type"] for part in decoder_parts(decoder)}
 
 
 def _bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
@@ -224,16 +229,6 @@ def _with_text(tokenizer: TokenDecoder, context: Sequence[int]) -> list[int]:
         if not has_no_text(tokenizer, token_id)
     )
     return list(itertools.islice(with_text, _CONTEXT_TOKENS))[::-1]
-
-
-def _begin_of_character(tokenizer: TokenDecoder, ids: Sequence[int]) -> Sequence[int]:
-    """The tokens, from the beginning of a character on."""
-    tails = [ids[-number:] for number in range(len(ids), 0, -1)]
-    for tail in tails:
-        if not tokenizer.decode(tail).startswith(_REPLACEMENT):
-            return tail
-    # They end with an incomplete character: only the bytes of that.
-    return min(tails, key=lambda tail: tokenizer.decode(tail).count(_REPLACEMENT), default=[])
 
 
 def has_no_text(tokenizer: TokenDecoder, token_id: int) -> bool:

@@ -82,7 +82,7 @@ def item(**parts: object) -> runner_pb2.ExecuteItem:
 
 def test_the_item_of_the_caller_stays_as_it_is() -> None:
     """A repeated request is compared with it."""
-    hermes = formats_of("{{ tools }}<tool_call>")
+    hermes = formats_of('{{ tools }}<tool_call>{"name": "", "arguments": ')
     for parts in ({"tool_choice": "TOOL_CHOICE_REQUIRED"}, {"tool_choice": "TOOL_CHOICE_NONE"}, {}):
         asked = item(**parts)
         made, reading = reading_of(asked, hermes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -101,3 +103,15 @@ def test_a_special_token_that_is_a_stop_text_ends_a_sample() -> None:
     assert "".join(chunk.text for chunk in chunks) == "ab"
     # With another stop text it is one that has no text.
     assert "".join(chunk.text for chunk in run(spec("byte_level", ["nowhere"]), ids)) == "abab"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_constrained_text_behind_a_part_of_a_character_is_only_its_own(name: str, cut: int) -> None:
+    """It would begin with a replacement character, which no schema allows."""
+    tokenizer = kind(name)
+    made = replace(spec(name), prompt=tokenizer.encode("ab\u4e0b").ids[:-cut])
+    matcher: Any = SimpleNamespace(take=lambda _token_id: None)
+    sample, ids = Sample(made, 0, matcher), tokenizer.encode('{"\u754c"').ids
+    text = "".join(sample.take(token_id).text for token_id in ids) + sample.complete().text
+    assert text == tokenizer.decode([*tokenizer.encode("b").ids, *ids]).removeprefix("b")

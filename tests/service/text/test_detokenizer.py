@@ -44,15 +44,15 @@ def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends:
 
 
 # As Gemma: the first space of a text is not stripped.
-KINDS_OF_ANY = [*KINDS, "not stripped"]
+KINDS_OF_ANY = [*KINDS, "not stripped", "nested"]
 
 
 def of_any_kind(name: str) -> Tokenizer:
-    if name != "not stripped":
+    if name in KINDS:
         return kind(name)
     tokenizer = byte_fallback()
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.decoder = decoders.Sequence([decoders.Sequence(parts)] if name == "nested" else parts)
     return tokenizer
 
 
@@ -103,6 +103,13 @@ def test_a_prompt_that_ends_with_bytes(complete: bytes, more: int, text: bytes) 
     letter = tokenizer.token_to_id("b") or 0
     expected = tokenizer.decode([letter, *byte_ids(tokenizer, begun + text), letter])[1:]
     assert "".join(decoded_pieces(tokenizer, [*ids, letter], [letter, *context])) == expected
+
+
+def test_only_the_last_character_of_a_prompt_can_be_completed() -> None:
+    """Bytes before that are invalid, and replaced in the prompt."""
+    tokenizer = kind("byte_level")
+    context = [tokenizer.token_to_id(letter) or 0 for letter in "\u00eb\u00b3\u00f2"]
+    assert decoded_pieces(tokenizer, tokenizer.encode("1").ids, context) == ["\ufffd1", ""]
 
 
 def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:

@@ -26,6 +26,7 @@ from service.text.output_formats import (
     formats_of,
 )
 from service.text.output_parser import OutputParser, Part
+from tests.conversations import FUNCTIONARY
 
 TOOLS: dict[str, dict[str, Any]] = {
     "look_up": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -47,6 +48,13 @@ WRITTEN = {
     "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{ARGUMENTS}"
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter '
+    'name="city" string="true">Bern <b></｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3'
+    '</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="look_up">\n<parameter name="city">Bern <b></parameter>'
+    '\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="stop">\n</invoke>'
+    "\n</minimax:tool_call>",
     "mistral": f"[TOOL_CALLS]look_up[ARGS]{ARGUMENTS}[TOOL_CALLS]stop[CALL_ID]a1B2c3D4e[ARGS]{{}}",
     "mistral_list": f"[TOOL_CALLS] [{', '.join(OBJECTS)}]",
     "glm45": "<tool_call>look_up\n<arg_key>city</arg_key>\n<arg_value>Bern <b></arg_value>\n"
@@ -54,10 +62,15 @@ WRITTEN = {
     "seed_oss": "<seed:tool_call>\n<function=look_up>\n<parameter=city>Bern <b></parameter>\n"
     "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
     "<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>",
+    "functionary": f"<function=look_up>{ARGUMENTS}</function><function=stop>{{}}</function>",
     "qwen3_coder": "<tool_call>\n<function=look_up>\n<parameter=city>\nBern <b>\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=stop>\n</function>\n"
     "</tool_call>",
     "hermes": "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in OBJECTS),
+    "hunyuan_a13b": f"<tool_calls>[{', '.join(OBJECTS)}]</tool_calls>",
+    "nemotron_json": f"<TOOLCALL>[{', '.join(OBJECTS)}]</TOOLCALL>",
+    "granite": f"<|tool_call|>[{', '.join(OBJECTS)}]",
+    "lfm2": '<|tool_call_start|>[look_up(city="Bern <b>", days=3), stop()]<|tool_call_end|>',
     "llama4_pythonic": '<|python_start|>[look_up(city="Bern <b>", days=3), stop()]<|python_end|>',
     "pythonic": '[look_up(city="Bern <b>", days=3), stop()]',
     "llama3_json": "; ".join(OBJECTS).replace("arguments", "parameters"),
@@ -114,11 +127,50 @@ def test_settings_name_the_formats() -> None:
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=[each.name for each in TOOL_FORMATS])
 def test_a_template_shows_the_format(form: ToolFormat) -> None:
     template = "{# tools #} <think> " + " ".join((*form.marks, *form.begins))
+    if form.name == "openai":
+        template += THOUGHTS["openai"].opening
     assert formats_of(template).tools is form
     assert formats_of(template, "none", "none") == OutputFormats()
     assert formats_of("", form.name).tools is form
     thoughts = formats_of(template).reasoning
     assert thoughts is not None and thoughts.name == ("openai" if form.name == "openai" else "think")
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("granite", "respond only with <|tool_call|> followed by a JSON list of tools used."),
+        ("nemotron_json", """{{- '<TOOLCALL>[{{"name": "tool_name1", "arguments": "tool_args1"}}, ' -}}"""),
+        (
+            "hunyuan_a13b",
+            r"within <tool_call></tool_call> XML tags: <tool_calls>[{\"name\": ..., \"arguments\": ",
+        ),
+        ("lfm2", """{{- "List of tools: <|tool_list_start|>[" }} "<|tool_response_start|>" """),
+        ("lfm2", """{{- "<|tool_call_start|>[" + (calls | join(", ")) + "]<|tool_call_end|>" -}}"""),
+        ("deepseek_v32", """set dsml_token = "｜DSML｜" -%}<{{ dsml_token }}function_calls>"""),
+        ("functionary", '<function=example_function_name>{"example_name": "example_value"}</function>'),
+        ("qwen3_coder", "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>"),
+        ("hermes", r"<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}"),
+        # Forms that this server cannot read: of MiniMax M3, of Gemma 4, of Functionary 3.2 and of others.
+        ("", """{% set ns = ']<]minimax[>[' %}{{ ns ~ '<tool_call>' }}{{ call.arguments }}"""),
+        (
+            "",
+            """'<|tool_call>call:' + name + '{' ... '<tool_call|>' '<|channel>thought' '<|tool_response>'""",
+        ),
+        ("", """'>>>' + call.name + call.arguments"""),
+        ("", FUNCTIONARY),
+    ],
+)
+def test_a_format_is_known_by_how_its_templates_write_it(name: str, template: str) -> None:
+    assert formats_of("{{ tools }}" + template).tools is BY_NAME.get(name)
+
+
+@pytest.mark.parametrize(("is_text", "value"), [("true", "12"), ("false", 12)])
+def test_a_call_may_say_that_a_value_is_a_text(is_text: str, value: Any) -> None:
+    text = WRITTEN["deepseek_v32"].replace('"true">Bern <b>', f'"{is_text}">12')
+    parser = OutputParser(OutputFormats(BY_NAME["deepseek_v32"]), {"look_up": {}})
+    _, _, calls = gathered([*parser.push(text), *parser.end()])
+    assert json.loads(calls[0][1])["city"] == value
 
 
 def test_thoughts_that_the_prompt_has_begun() -> None:
