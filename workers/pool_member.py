@@ -198,10 +198,10 @@ class PoolMember:
         if orphan_timer is not None and self._parent is not None:
             self._parent.outlive()
         self._worker = make_worker(config, orphan_timer)
-        self._running = asyncio.create_task(self._run(self._worker, config.model, orphan_timer))
+        self._running = asyncio.create_task(self._run(self._worker, orphan_timer))
 
-    async def _run(self, worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> None:
-        status = await run_worker(worker, model, orphan_timer)
+    async def _run(self, worker: WorkerServer, orphan_timer: OrphanTimer | None) -> None:
+        status = await run_worker(worker, orphan_timer)
         if status == EXIT_CONFIG and self._parent is None:
             # The configuration is the gateway's: the next lease may have another one.
             status = EXIT_FAILED

@@ -268,7 +268,7 @@ def make_worker(config: WorkerConfig, orphan_timer: OrphanTimer | None) -> Worke
     )
 
 
-async def run_worker(worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> int:
+async def run_worker(worker: WorkerServer, orphan_timer: OrphanTimer | None) -> int:
     """Loads and runs the worker until it ends. Returns the exit status."""
     ticking = asyncio.create_task(orphan_timer.run()) if orphan_timer is not None else None
     worker.start()
@@ -277,30 +277,27 @@ async def run_worker(worker: WorkerServer, model: str, orphan_timer: OrphanTimer
         await worker.ended
     except BaseException as error:
         # Panics of Rust libraries are no Exceptions.
-        status = report(error, model)
+        status = report(error)
     if ticking is not None:
         ticking.cancel()
     worker.stop(STOP_TIMEOUT_S)
     return status
 
 
-def report(error: BaseException, model: str) -> int:
+def report(error: BaseException) -> int:
     """Log why the worker ends. Returns the exit status."""
-    if (why := _refusal(error, model)) is not None:
+    if (why := _refusal(error)) is not None:
         _log.error("cannot serve with this configuration", error=why)
         return EXIT_CONFIG
     _log.error("the worker failed", exc_info=error)
     return EXIT_FAILED
 
 
-def _refusal(error: BaseException, model: str) -> str | None:
+def _refusal(error: BaseException) -> str | None:
     """Why the configuration cannot be served. None: the error says nothing about it."""
     from workers.kv.sizing import KvSizingError
     from workers.models.errors import ModelError
-    from workers.sampling import BadLogitsError
 
-    if isinstance(error, BadLogitsError):  # in the warm-up; later ones only fail their operation
-        return f"{model}: its logits are not finite, though its weights are: they overflow"
     return str(error) if isinstance(error, ConfigurationError | ModelError | KvSizingError) else None
 
 
@@ -308,5 +305,5 @@ def _for_clients(error: BaseException, model: str) -> str:
     """The same without paths; "" if there is none."""
     from workers.models.errors import for_clients
 
-    why = _refusal(error, model)
+    why = _refusal(error)
     return "" if why is None else for_clients(why, Path(model))

@@ -63,13 +63,14 @@ class WeightsLoader:
         A worker that dies meanwhile is restarted with the weights that are served by then. Raises Loading,
         InvalidArgument, NoMemory, NoWorker, LoadFailed or StorageUnavailable, without any change.
         """
-        if self._is_busy:
-            raise Loading
+        self._require_idle()
+        # A caller who does not read this keeps no others out: it has begun nothing.
+        yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING)
+        self._require_idle()
         self._is_busy = True
         workers: list[Incarnation] = []
         version: ModelVersion | None = None
         try:
-            yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING)
             model = await self._find(source)
             # No worker is replaced on purpose meanwhile.
             async with self._restarts.lock:
@@ -91,6 +92,10 @@ class WeightsLoader:
             fingerprint=described.fingerprint,
             weights_version=version.number,
         )
+
+    def _require_idle(self) -> None:
+        if self._is_busy:
+            raise Loading
 
     async def _find(self, source: str) -> str:
         """See `model_of`. Raises NoMemory, too. In threads: a path may be on a network."""

@@ -22,9 +22,9 @@ _WAIT_S = 60
 class SeveralGateways(GatewayProcess):
     """`quire serve --gateways N`, each with one worker, on the weightless model."""
 
-    def __init__(self, count: int, data_dir: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, count: int, data_dir: Path, flags: Sequence[str] = (), *, forks: bool = True) -> None:
         own = ("--gateways", str(count), "--data-dir", str(data_dir))
-        super().__init__(model="paged-attention", workers=count, flags=[*own, *flags])
+        super().__init__(model="paged-attention", workers=count, flags=[*own, *flags], forks=forks)
         self.count, self.data_dir = count, data_dir
 
     def wait_until_ready(self) -> executor_pb2.GetStatusResponse:

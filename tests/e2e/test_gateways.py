@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from google.rpc import error_details_pb2
 from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, runner_pb2, runner_pb2_grpc
@@ -193,6 +194,21 @@ def test_a_killed_gateway_comes_back_with_its_caches_and_its_worker(tmp_path: Pa
             text.assert_as_undisturbed()
         events = {record["event"] for record in server.records() if record.get("gateway") == 0}
         assert {"recovered", "worker adopted"} <= events
+
+
+def test_gateways_end_with_their_parent_also_those_that_cannot_look(tmp_path: Path) -> None:
+    """Such as one that recovers a long journal: its shard stayed locked, and no next server started."""
+    with SeveralGateways(2, tmp_path, forks=False) as server:
+        gateways = server.gateways()
+        for gateway in gateways:
+            gateway.suspend()
+        server.kill()
+        gone, _ = psutil.wait_procs(gateways, timeout=60)
+        for gateway in set(gateways) - set(gone):
+            gateway.kill()
+        assert len(gone) == 2
+    with SeveralGateways(2, tmp_path):
+        pass
 
 
 def test_the_number_of_gateways_is_that_of_the_data_directory(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from quire.v1 import admin_pb2, types_pb2
 from quire.v1 import executor_pb2 as pb
+from safetensors.torch import load_file, save_file
 
 from tests.adapter_factory import make_adapter, merge
 from tests.e2e.test_adapters import Text, load, unload
@@ -104,11 +105,18 @@ def test_what_cannot_be_served_changes_nothing(
     shutil.copytree(models[1], broken)
     (file,) = broken.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8])
+    overflowing = tmp_path / "overflowing"
+    shutil.copytree(models[1], overflowing)
+    weights = load_file(overflowing / file.name)
+    large = {name: weights[name] * 1e30 for name in ("model.norm.weight", "lm_head.weight")}
+    save_file({**weights, **large}, overflowing / file.name)
     text = Text(gateway)
     before = described(gateway)
     for directory, why in (
         (broken, "model.safetensors: tensor "),
         (models[3], "the config differs from that of the weights that are served: head_dim, "),
+        # Every call would fail, with WORKER_FAULT.
+        (overflowing, "its logits are not finite"),
     ):
         with pytest.raises(grpc.RpcError) as failed:
             replace(gateway, directory)

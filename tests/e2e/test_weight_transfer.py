@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from quire.v1 import admin_pb2
 from safetensors.torch import load_file, save_file
 
 from service.auth.tokens import Role, new_token
@@ -225,6 +226,26 @@ def test_a_trainer_that_is_silent_changes_nothing(models: list[Path], tmp_path: 
         assert (status, answer["error"]["code"]) == (400, "load_failed")
         assert described(gateway) == before
         assert_serves(gateway, models[0])
+
+
+def test_an_update_is_served_after_a_load_that_was_first(gateway: HttpGateway, models: list[Path]) -> None:
+    """Before, the trainer was told to try again, and then that nothing was received."""
+    with joined(address_of(gateway)) as trainer:
+        trainer.call("/start_weight_update")
+        trainer.update(weights_of(models[1]))
+        workers = gateway.worker_processes()
+        for worker in workers:
+            worker.suspend()
+        request = admin_pb2.LoadWeightsRequest(source=str(models[2]))
+        loading = gateway.admin.LoadWeights(request, timeout=TIMEOUT_S)
+        assert next(loading).phase == admin_pb2.LOAD_WEIGHTS_PHASE_LOADING
+        assert trainer.call("/finish_weight_update")["code"] == "loading"
+        for worker in workers:
+            worker.resume()
+        assert next(loading).phase == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
+        assert trainer.call("/finish_weight_update")["message"] == DONE
+        assert trainer.call("/finish_weight_update")["code"] == "load_failed"
+    assert_serves(gateway, models[1])
 
 
 def test_a_disk_that_fails_at_the_end_is_said(

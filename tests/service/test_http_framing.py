@@ -118,10 +118,8 @@ async def test_a_body_of_bad_chunks_is_refused() -> None:
         for chunks in BAD_CHUNKS:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HIDDEN)
-            # Of a request whose body breaks off the connection may end without an answer.
             answer = await reader.read()
-            assert answer.count(b"HTTP/1.1 ") <= 1, chunks
-            assert b"HTTP/1.1 2" not in answer, chunks
+            assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400 ") == 1, chunks
             writer.close()
 
 

@@ -92,6 +92,25 @@ async def test_a_gateway_that_recovers_for_long_is_one_of_them_afterwards(postgr
     await ended(*running)
 
 
+async def test_owners_keep_shards_that_they_could_not_renew_while_the_database_was_away(
+    postgres: PostgresServer,
+) -> None:
+    """Before, who started when it was back took them, and their gateways ended."""
+    first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
+    home = await first.keeper.join(first.open)
+    async with operator(postgres.url) as connection:
+        await connection.execute("UPDATE quire.shards SET expires_at = clock_timestamp()")
+    running = [asyncio.create_task(second.run())]
+    # Its next renewal is not at once.
+    await asyncio.sleep(0.5)
+    running.append(asyncio.create_task(home.run()))
+    await until(lambda: bool(second.shards))
+    assert 0 in first.shards and 0 not in second.shards
+    running.append(asyncio.create_task(first.keeper.run(first.open)))
+    await until(lambda: len(first.shards) == len(second.shards) == SHARDS // 2)
+    await ended(*running)
+
+
 async def test_a_gateway_begins_with_a_shard_that_can_be_opened(postgres: PostgresServer) -> None:
     """Before, as long as a damaged one was free, each gateway that started took it, and ended."""
     tried: list[int] = []

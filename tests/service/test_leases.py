@@ -40,7 +40,7 @@ async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer) -> None
     assert owned[:4] == (3, lease.fence, "first", "first:1") and 0 < owned.left_s <= 60
     await expire(postgres)
     (owned,) = await second.owners()
-    assert owned == (3, lease.fence, "", "", 0.0)
+    assert owned == Owned(3, lease.fence, "", "", 0.0, has_lapsed=True)
     taken = await second.acquire(3)
     assert taken is not None and taken.fence > lease.fence and taken.lease_id == lease.lease_id
     assert taken.first_epoch > lease.first_epoch + 1_000_000

@@ -143,6 +143,17 @@ async def test_weights_that_a_worker_refuses_are_not_served(
         assert bench.gateway.machine.weights.serving == 1
 
 
+async def test_a_caller_who_does_not_read_the_progress_keeps_no_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Loads(tmp_path, monkeypatch)
+    async with serving(bench):
+        unread = bench.loader.replace(str(bench.source), PreviousCaches.END)
+        assert (await anext(unread)).phase == PHASES.LOAD_WEIGHTS_PHASE_LOADING
+        assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
+        await unread.aclose()
+
+
 async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from workers.executors.replacement import WeightsReplacement
 from workers.head_drafting import HeadDrafting
 from workers.kv_disk import KvDisk
 from workers.models.active_kernels import active_kernels, active_products
+from workers.models.errors import ModelError
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
 from workers.operations import Accept, Chunk, Forward, Kind
@@ -34,6 +35,7 @@ from workers.outputs import (
     Sampling,
     TokenMask,
 )
+from workers.sampling import BadLogitsError
 
 # Internal sequences. Callers use numbers from 0 on.
 _SCORED, _WARM, _WARM_TOO = -1, -2, -3
@@ -136,10 +138,7 @@ class ModelExecutor:
 
         Everything that a request can ask for is asked for once: on a GPU its kernels are compiled then.
         """
-        # With the next token less than a page, so that no page of it is indexed.
-        length = max(1, min(self._model.max_seq_len, self.engine.kv.page_size) - 2)
-        truncate = self.engine.truncate
-        self._run(self._append(_WARM, [i % self._model.vocab_size for i in range(length)]))
+        length, truncate = self.run_first_step(), self.engine.truncate
         for output in (GREEDY, *_WARM_OUTPUTS, *self._captured_outputs()):
             self._run(self._append(_WARM, [0], output, kind=Kind.DECODE))
             truncate(_WARM, length)
@@ -154,6 +153,16 @@ class ModelExecutor:
         self.engine.reset_counts()
         if self._draft_model is not None:
             self._draft_model.warmup()
+
+    def run_first_step(self) -> int:
+        """Runs a short prompt, with which the warm-up begins. Returns its length. Needs one page.
+
+        Raises ModelError for weights whose sums overflow.
+        """
+        # With the next token less than a page, so that no page of it is indexed.
+        length = max(1, min(self._model.max_seq_len, self.engine.kv.page_size) - 2)
+        self._run(self._append(_WARM, [i % self._model.vocab_size for i in range(length)]))
+        return length
 
     def _captured_outputs(self) -> list[OutputSpec]:
         """What is captured of the layers, if the model can."""
@@ -189,6 +198,9 @@ class ModelExecutor:
             self.engine.begin(forward)
         self.engine.execute([Chunk(one, one.computed, one.remaining) for one in forwards])
         for forward in forwards:
+            if isinstance(forward.failure, BadLogitsError):
+                overflow = "its logits are not finite, though its weights are: they overflow"
+                raise ModelError(overflow) from forward.failure
             if forward.failure is not None:
                 raise forward.failure
             self.engine.complete(forward)

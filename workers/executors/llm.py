@@ -166,7 +166,7 @@ class LlmExecutor(ModelExecutor):
         executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
         if drafting is not None:
-            drafter = cls._drafting(*drafting, kv.num_pages, limits, asked_kv_dtype)
+            drafter = cls._beside(*drafting, kv.num_pages, limits, asked_kv_dtype)
             executor.use_draft_model(drafter, limits.max_tokens)
         if mtp_head:
             executor.use_mtp_head()
@@ -178,10 +178,10 @@ class LlmExecutor(ModelExecutor):
         return executor
 
     @classmethod
-    def _drafting(
+    def _beside(
         cls, model: Model, description: ModelDescription, num_pages: int, limits: StepLimits, kv_dtype: str
     ) -> Self:
-        """The executor of a draft model, with as many pages as the model for which it drafts."""
+        """The executor of another model than the one that is served, with pages of its own."""
         kv = allocate_pages(model, num_pages, kv_dtype)
         runner = new_runner(model, kv, limits, description.max_seq_len)
         return cls(description, _engine(model, description, kv, runner))
@@ -227,6 +227,9 @@ class LlmExecutor(ModelExecutor):
             free = () if dtype == AUTO else ("dtype",)
             check_same_config(served.model, description, read_model, read_description, free)
             use_head_dtype(read_model, head_dtype)
+            # Ranks take part in a step only together, and what a GPU computes a CPU may not, or not soon.
+            if ranks is None and not on_gpu:
+                self._beside(read_model, read_description, 1, StepLimits(), AUTO_KV).run_first_step()
             # The tokenizer stays.
             return read_model, _described(read_description, source, self.text)
 

@@ -83,6 +83,9 @@ class Keeper:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "", self._shards, allowed)
         self._own_lease = await self._take_own_lease()
+        # The database may just be back. Whoever joins then took the shards of all that could not renew.
+        if any(row.has_lapsed and row.shard >= 0 for row in await self._leases.owners()):
+            await self._leases.let_owners_renew()
         waits = False
         while True:
             self._on_owners(await self._leases.owners())

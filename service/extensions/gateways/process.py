@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from service.config import Config
 from service.extensions.gateways.one_host import OneHost, Place
 from service.server import run_gateway
 from service.shard import Shard
+from workers.common.child_process import set_death_signal
 
 
 def read_first_line(descriptor: int) -> tuple[Config, Place]:
@@ -33,6 +35,8 @@ def read_first_line(descriptor: int) -> tuple[Config, Place]:
 
 def main() -> int:
     """Returns the exit status."""
+    # It reads what the parent commands only once its shard is open, which it may have to recover first.
+    set_death_signal(signal.SIGKILL)
     commands = sys.stdin.fileno()
     config, place = read_first_line(commands)
     return run_gateway(config, [OneHost(config, place, commands)], {"gateway": place.shard.index})

@@ -122,8 +122,11 @@ class Connection(H11Protocol):
         return {"x509_subject_alternative_name": alternative, "x509_common_name": common}
 
     def send_400_response(self, msg: str) -> None:
-        """Responds to invalid HTTP, if a response is still possible."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.has_running_request():
+        """Responds to invalid HTTP, if a response is still possible. A request that it breaks off ends."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if self.has_running_request():
+                # The application's response would be a second one.
+                self.cycle.disconnected = True
             super().send_400_response(msg)
         else:
             self.abort()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from service.errors import QuireError
@@ -73,6 +74,17 @@ def headers(error: QuireError) -> dict[str, str]:
 def of_request(error: QuireError, param_of: Callable[[str], str]) -> QuireError:
     """The same error, with the field of the request (`param_of`) instead of that of an item."""
     return error.at(param_of(error.field)) if error.field else error
+
+
+@contextlib.contextmanager
+def of_prompt(index: int, count: int) -> Iterator[None]:
+    """Lets an error say which of `count` prompts has it, if there are several."""
+    try:
+        yield
+    except QuireError as error:
+        if count > 1:
+            error.message = f"prompt {index}: {error.message}"
+        raise
 
 
 def body(error: QuireError) -> dict[str, Any]:

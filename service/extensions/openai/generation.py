@@ -22,7 +22,7 @@ from service.auth.authenticator import current_tenant
 from service.budgets import SMALL_BYTES
 from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import Body, BodyReader
-from service.extensions.openai.errors import of_request
+from service.extensions.openai.errors import of_prompt, of_request
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.prompts import Prompt, prompts_of
 from service.extensions.openai.requests import CompletionRequest
@@ -129,8 +129,9 @@ class CompletionHandler:
         if request.experts is not None:
             request.experts.model = self.state.first_ready.model
         with ForwardContext() as context:
-            for item, prompt in zip(request.items, prompts, strict=False):
-                await self._score(request, item, prompt, context)
+            for index, (item, prompt) in enumerate(zip(request.items, prompts, strict=False)):
+                with of_prompt(index, len(request.items)):
+                    await self._score(request, item, prompt, context)
             yield self.response(request, TokenTexts(tokenizer), prompts)
 
     async def _score(

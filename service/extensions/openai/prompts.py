@@ -17,6 +17,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 from service.auth.authenticator import current_tenant
 from service.caches.tenants import counted
+from service.extensions.openai.errors import of_prompt
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, finite
 from service.runtimes.answer_parts import encoded_prompt, reading_of
@@ -52,7 +53,11 @@ async def prompts_of(request: CompletionRequest, text: TextModel, formats: Outpu
     if not (is_scored or request.echo or request.with_token_ids or request.usage_in_all):
         return []
     with counted(current_tenant(), time.monotonic, len(request.items), give_back=True):
-        return [await _prompt_of(item, request, text, formats) for item in request.items]
+        found = []
+        for index, item in enumerate(request.items):
+            with of_prompt(index, len(request.items)):
+                found.append(await _prompt_of(item, request, text, formats))
+        return found
 
 
 async def _prompt_of(

@@ -18,6 +18,7 @@ from quire.v1 import runner_pb2
 
 from service.api.status import from_status
 from service.extensions.openai.choices import CALL, TEXT, THOUGHTS, Choice
+from service.extensions.openai.errors import of_prompt
 from service.extensions.openai.prompts import Prompt, prompt_logprobs
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, by_text
@@ -313,7 +314,8 @@ class CompletionResponse:
         key = chunk.item_id, chunk.sample
         choice = self._choices[key]
         if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
-            raise from_status(chunk.error)
+            with of_prompt(int(chunk.item_id), len(self._request.items)):
+                raise from_status(chunk.error)
         if chunk.finish_reason:
             self._usage[key] = chunk.usage
         return choice, choice.parts(chunk)

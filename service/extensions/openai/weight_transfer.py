@@ -59,6 +59,8 @@ class WeightTransfer:
         self._timeout_s = timeout_s
         self._process: ReceivingProcess | None = None
         self._upload: Upload | None = None
+        # One that is complete, and not served yet: another LoadWeights ran.
+        self._received: Upload | None = None
         self._closing = contextlib.AsyncExitStack()
         # The file of each tensor of the upload.
         self._files: dict[str, str] = {}
@@ -180,11 +182,14 @@ class WeightTransfer:
         fields.refuse_others()
         async with self._alone():
             upload, self._upload = self._upload, None
-            if upload is None or not self._files:
+            if upload is not None and self._files:
+                async with self._closing:
+                    await complete(asyncio.to_thread(_write_index, upload.directory / _INDEX, self._files))
+                self._received = upload
+            if self._received is None:
                 raise LoadFailed("no weights were received since /start_weight_update")
-            async with self._closing:
-                await complete(asyncio.to_thread(_write_index, upload.directory / _INDEX, self._files))
-            served = await self._serve(upload)
+            served = await self._serve(self._received)
+            self._received = None
         self._weight_version = label or str(served.weights_version)
         return {
             "message": "Weight update finished",
@@ -254,7 +259,7 @@ class WeightTransfer:
 
     async def _drop(self) -> None:
         """Forgets what was received since /start_weight_update."""
-        self._upload = None
+        self._upload = self._received = None
         dropped = asyncio.CancelledError()
         closing, self._closing = self._closing, contextlib.AsyncExitStack()
         await closing.__aexit__(type(dropped), dropped, None)

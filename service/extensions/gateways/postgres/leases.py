@@ -110,6 +110,7 @@ class Owned(NamedTuple):
     Attributes:
         owner, address: Who has it, and the address at which it answers for it. Empty: nobody.
         left_s: When the lease expires; 0 if it has.
+        has_lapsed: It has, and its owner has not given it back.
     """
 
     shard: int
@@ -117,6 +118,7 @@ class Owned(NamedTuple):
     owner: str
     address: str
     left_s: float
+    has_lapsed: bool = False
 
 
 class Lease(FencedLease):
@@ -169,7 +171,9 @@ class Leases:
         """All shards. Shortens the leases of those that have lost their connections."""
         rows = await self._table.fetch(_LIST, _SHORT_PART * self._lease_s)
         return [
-            Owned(shard, fence, owner if left_s else "", address if left_s else "", left_s or 0.0)
+            Owned(shard, fence, owner, address, left_s)
+            if left_s
+            else Owned(shard, fence, "", "", 0.0, has_lapsed=bool(owner))
             for shard, fence, owner, address, left_s in rows
         ]
 
@@ -201,6 +205,10 @@ class Leases:
         """Renews it if most of its time has passed: during long work, before it is kept."""
         if self._valid_until_s(time.monotonic()) - lease.valid_until_s > _SHORT_PART * self._lease_s / 3:
             await self.renew(lease)
+
+    async def let_owners_renew(self) -> None:
+        """Waits for as long as that takes after the database was away, when leases may have ended."""
+        await asyncio.sleep(_SHORT_PART * self._lease_s)
 
     def _valid_until_s(self, asked_at_s: float) -> float:
         return asked_at_s + _OWNERS_PART * _SHORT_PART * self._lease_s
@@ -237,15 +245,16 @@ class Leases:
             pause_s = WATCH_S
             try:
                 owners = await self.owners()
-                found = [(each.shard, each.fence, each.owner, each.address) for each in owners]
                 if was_away:
-                    pause_s, was_away = _SHORT_PART * self._lease_s, False
-                else:
-                    if found != seen:
-                        seen = found
-                        on_owners(owners)
-                    # What is free soon is looked at then.
-                    pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
+                    was_away = False
+                    await self.let_owners_renew()
+                    continue
+                found = [(each.shard, each.fence, each.owner, each.address) for each in owners]
+                if found != seen:
+                    seen = found
+                    on_owners(owners)
+                # What is free soon is looked at then.
+                pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
             except DatabaseFailed as error:
                 self._warn("leases of shards cannot be read or renewed", error)
                 was_away = True

@@ -31,7 +31,13 @@ from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
 from service.caches.keyed_answers import KeyedAnswers
 from service.config import Config
-from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
+from service.errors import (
+    InvalidArgument,
+    ProviderFailure,
+    QuireError,
+    RuntimeNotFound,
+    SequenceTooLong,
+)
 from service.extension import GatewayParts
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.front import OpenAiFront
@@ -237,6 +243,21 @@ async def test_what_a_runtime_cannot_do_is_named_as_the_request_has_it(
             await client.chat.completions.create(model="m", messages=QUESTION, extra_body=settings)
     assert (caught.value.code, caught.value.param) == ("unsupported", param)
     assert caught.value.message.endswith(f" {param}: the provider cannot do it")
+
+
+async def test_an_error_says_which_of_several_prompts_has_it() -> None:
+    why = SequenceTooLong(9, 8)
+
+    async def generate(batch: Batch, sink: ChunkSink) -> None:
+        failed = chunk(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=to_status(why))
+        failed.item_id = batch.items[-1].item_id
+        sink.put([failed])
+
+    async with serving(FakeRuntime(generate)) as served, served.client() as client:
+        for prompts, said in ((["a"], why.message), (["a", "b"], f"prompt 1: {why.message}")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(model="m", prompt=prompts)
+            assert isinstance(caught.value.body, dict) and caught.value.body["message"] == said
 
 
 async def test_too_many_samples_are_those_of_the_prompts() -> None:
