@@ -12,7 +12,7 @@ from quire.cli.main import main
 from safetensors.torch import load_file, save_file
 
 from service.config import Config
-from service.model_check import quantised, quantised_problem, with_limits
+from service.model_check import quantised, quantised_problem
 from tests.bad_directories import make_good, setting
 
 Damage = Callable[[Path], object]
@@ -98,21 +98,11 @@ def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
     assert quantised(tmp_path / "nowhere") == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("quantization", "q8_0", " already: leave out quantization"),
-        ("model_backend", "transformers", ", which needs model_backend = native"),
-    ],
-)
-def test_what_quantised_weights_cannot_do_is_refused(
-    name: str, value: object, says: str, tmp_path: Path
-) -> None:
+def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
     directory = make(tmp_path / "model", setting(quantization_config=GPTQ))
-    config = Config(model=str(directory), **{name: value})  # type: ignore[arg-type]
-    assert quantised_problem(config) == f"its weights are quantised{says}"
-    assert quantised_problem(Config(model=str(directory))) == ""
-    assert with_limits(config, "it is quantised") == f"it is quantised{says}"
+    config = Config(model=str(directory), quantization="q8_0")
+    assert quantised_problem(config) == "its weights are quantised already: leave out quantization"
+    assert quantised_problem(Config(model=str(directory), model_backend="transformers")) == ""
 
 
 def test_a_check_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
