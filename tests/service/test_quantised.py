@@ -28,17 +28,31 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
 
 PACKED = torch.zeros(8, 8, dtype=torch.int32)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AUTO_ROUND = {**GPTQ, "quant_method": "auto-round", "sym": True, "packing_format": "auto_round:auto_gptq"}
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "another method": (
         setting(quantization_config={"quant_method": "quanto"}),
-        "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, mxfp4, got 'quanto': use the original",
+        "fbgemm_fp8, fp8, gptq, modelopt, mxfp4, got 'quanto': use the original",
     ),
     "bitsandbytes": (
         setting(quantization_config={"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}),
         "(bitsandbytes): load_in_4bit: either this or load_in_8bit must be true",
     ),
     "tensors of bitsandbytes": (with_tensor("q_proj.weight.absmax", torch.ones(4)), "by the tensors of"),
-    "nvfp4": (setting(quantization_config={"quant_method": "modelopt"}), "got 'modelopt'"),
+    "nvfp4": (
+        setting(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        "quantization_config (modelopt): quant_algo: must be FP8, got 'NVFP4'",
+    ),
+    "auto-round of 2 bits": (setting(quantization_config=AUTO_ROUND | {"bits": 2}), "bits: must be 4 or 8"),
+    "auto-round without a format": (
+        setting(quantization_config={**AUTO_ROUND, "packing_format": None}),
+        "packing_format: must be auto_round:auto_gptq or auto_round:auto_awq, got None",
+    ),
+    "auto-round in other bits for a module": (
+        setting(quantization_config=AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 8}}}),
+        "extra_config: must only leave modules out",
+    ),
+    "auto-round with zero points": (setting(quantization_config=AUTO_ROUND | {"sym": False}), "sym: must be"),
     "mxfp4 of others": (
         setting(quantization_config={"quant_method": "mxfp4", "group_size": 16}),
         "quantization_config (mxfp4): group_size: is not known, got 16",

@@ -39,6 +39,24 @@ ROUNDED = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True,
 # Eight roundings of bfloat16, as a self-check allows.
 ROUNDED_LOSS = 6.2e-2
 
+# As AutoRound 0.6 and ModelOpt say what others have in the same tensors.
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "data_type": "int",
+    "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}},
+}
+_AS_GPTQ = {"packing_format": "auto_round:auto_gptq", "sym": True}
+_AS_AWQ = {"packing_format": "auto_round:auto_awq", "sym": False}
+
+
+def said_as(meant: make.Tensors, directory: Path, says: dict[str, Any]) -> make.Tensors:
+    settings = json.loads((directory / "config.json").read_text()) | {"quantization_config": says}
+    (directory / "config.json").write_text(json.dumps(settings))
+    return meant
+
+
 Make = Callable[[Path], make.Tensors]
 DIRECTORIES: dict[str, Make] = {
     "gptq": make.gptq,
@@ -84,6 +102,13 @@ DIRECTORIES: dict[str, Make] = {
         directory, "fp4", block=128, storage=torch.bfloat16
     ),
     "llm.int8": lambda directory: make.bitsandbytes(directory, "int8"),
+    "auto-round": lambda directory: said_as(make.gptq(directory), directory, _AUTO_ROUND | _AS_GPTQ),
+    "auto-round as awq": lambda directory: said_as(make.awq(directory), directory, _AUTO_ROUND | _AS_AWQ),
+    "float8 of modelopt": lambda directory: said_as(
+        make.float8(directory, block=None),
+        directory,
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    ),
 }
 # Relative. NF4's numbers are rounded to integers; scales of bitsandbytes are divided by one, in float32.
 LOSSES = {"nf4": 3.4e-5, "fp4": 2**-22, "llm": 2**-22}
@@ -143,6 +168,7 @@ READ_BY_THE_LIBRARY = {name for name in DIRECTORIES if "float8" in name or "w4" 
     "w4a16 with zero points",
     "w4a16 in another order",
     "float8 with one scale",
+    "float8 of modelopt",
 }
 
 
