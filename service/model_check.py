@@ -48,16 +48,12 @@ def quantised_problem(config: Config) -> str:
     settings = _settings(directory)
     if not is_quantised(settings):
         return ""
-    return with_limits(config, "its weights are quantised")
+    return _unless_again(config, "its weights are quantised")
 
 
-def with_limits(config: Config, quantised: str) -> str:
-    """What keeps quantised weights from being served as is asked for, after `quantised`; "": nothing."""
-    limits = (
-        (config.quantization != UNQUANTISED, " already: leave out quantization"),
-        (config.model_backend == "transformers", ", which needs model_backend = native"),
-    )
-    return next((quantised + limit for is_so, limit in limits if is_so), "")
+def _unless_again(config: Config, quantised: str) -> str:
+    """`quantised` and what to do, if weights are to be quantised again; "": they are not."""
+    return "" if config.quantization == UNQUANTISED else f"{quantised} already: leave out quantization"
 
 
 def quantised(directory: Path) -> str:
@@ -130,10 +126,8 @@ def _gguf_problem(config: Config, headers: list[Header]) -> str:
     if TOKEN_ARRAYS[0] in metadata:
         # Without a tokenizer only tokens are served.
         split_of(metadata)
-    if config.model_backend == "transformers":
-        return ""  # workers know which architectures the library runs
     types = served_types(tensors) - DENSE
-    return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
+    return _unless_again(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
 
 
 def _gguf_header(file: Path, arrays: Collection[str]) -> Header:

@@ -12,7 +12,7 @@ from quire.cli.main import main
 from safetensors.torch import load_file, save_file
 
 from service.config import Config
-from service.model_check import quantised, quantised_problem, with_limits
+from service.model_check import quantised, quantised_problem
 from tests.bad_directories import make_good, setting
 
 Damage = Callable[[Path], object]
@@ -28,17 +28,31 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
 
 PACKED = torch.zeros(8, 8, dtype=torch.int32)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AUTO_ROUND = {**GPTQ, "quant_method": "auto-round", "sym": True, "packing_format": "auto_round:auto_gptq"}
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "another method": (
         setting(quantization_config={"quant_method": "quanto"}),
-        "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, mxfp4, got 'quanto': use the original",
+        "fbgemm_fp8, fp8, gptq, modelopt, mxfp4, got 'quanto': use the original",
     ),
     "bitsandbytes": (
         setting(quantization_config={"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}),
         "(bitsandbytes): load_in_4bit: either this or load_in_8bit must be true",
     ),
     "tensors of bitsandbytes": (with_tensor("q_proj.weight.absmax", torch.ones(4)), "by the tensors of"),
-    "nvfp4": (setting(quantization_config={"quant_method": "modelopt"}), "got 'modelopt'"),
+    "nvfp4": (
+        setting(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        "quantization_config (modelopt): quant_algo: must be FP8, got 'NVFP4'",
+    ),
+    "auto-round of 2 bits": (setting(quantization_config=AUTO_ROUND | {"bits": 2}), "bits: must be 4 or 8"),
+    "auto-round without a format": (
+        setting(quantization_config={**AUTO_ROUND, "packing_format": None}),
+        "packing_format: must be auto_round:auto_gptq or auto_round:auto_awq, got None",
+    ),
+    "auto-round in other bits for a module": (
+        setting(quantization_config=AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 8}}}),
+        "extra_config: must only leave modules out",
+    ),
+    "auto-round with zero points": (setting(quantization_config=AUTO_ROUND | {"sym": False}), "sym: must be"),
     "mxfp4 of others": (
         setting(quantization_config={"quant_method": "mxfp4", "group_size": 16}),
         "quantization_config (mxfp4): group_size: is not known, got 16",
@@ -98,21 +112,11 @@ def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
     assert quantised(tmp_path / "nowhere") == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("quantization", "q8_0", " already: leave out quantization"),
-        ("model_backend", "transformers", ", which needs model_backend = native"),
-    ],
-)
-def test_what_quantised_weights_cannot_do_is_refused(
-    name: str, value: object, says: str, tmp_path: Path
-) -> None:
+def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
     directory = make(tmp_path / "model", setting(quantization_config=GPTQ))
-    config = Config(model=str(directory), **{name: value})  # type: ignore[arg-type]
-    assert quantised_problem(config) == f"its weights are quantised{says}"
-    assert quantised_problem(Config(model=str(directory))) == ""
-    assert with_limits(config, "it is quantised") == f"it is quantised{says}"
+    config = Config(model=str(directory), quantization="q8_0")
+    assert quantised_problem(config) == "its weights are quantised already: leave out quantization"
+    assert quantised_problem(Config(model=str(directory), model_backend="transformers")) == ""
 
 
 def test_a_check_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -279,8 +279,8 @@ def test_dora_of_quantised_weights_has_the_norms_of_these(tmp_path: Path, llama:
     directory = make_dora(tmp_path, llama, target_modules=["o_proj"])
     weights = read(directory, decoder).weights
     packed = decoder.pack_lora(weights)
-    at = [name for name, _ in decoder._projections()].index("model.layers.2.self_attn.") + 1
-    projection, pairs = decoder._projections()[at][1], packed.projections[at]
+    at = [name for name, _ in decoder.projections()].index("model.layers.2.self_attn.") + 1
+    projection, pairs = decoder.projections()[at][1], packed.projections[at]
     pair = weights["model.layers.2.self_attn.o_proj"]
     changed = projection.weight.dense().double() + pair.b.double() @ pair.a.double()  # type: ignore[union-attr]
     assert pair.magnitude is not None

@@ -20,7 +20,7 @@ from kernels.grouped_weight import GroupedWeight
 from tests.families import settings_of
 from tests.gguf_files import PRE_TOKENIZER, Vocabulary, byte_level, sentencepiece, write_gguf
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model, pooled_by
-from tests.workers.test_gguf_models import logits
+from tests.workers.test_gguf_models import LATENT_YARN, logits
 from workers.models.errors import ModelError
 from workers.models.gguf.convert import convert
 from workers.models.gguf.tokenizer import read_text
@@ -29,6 +29,11 @@ from workers.models.source import source_of
 
 # With rows of whole super-blocks and without.
 _WIDE = {"hidden_size": 256, "intermediate_size": 512}
+_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+_DELTA_RULE = {
+    "layer_types": None, "full_attention_interval": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+_LATENT = _EXPERTS | {"q_lora_rank": 32, "v_head_dim": 32, "rope_parameters": LATENT_YARN}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_WIDE, "num_hidden_layers": 8},
     "llama3": {},
@@ -48,7 +53,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": [1, 1, 1, 0]},
     "lfm2": {},
     "lfm2 with a narrower mlp": {},
+    "olmo3": {},
+    "mixtral": {},
+    "qwen2_moe": {"use_sliding_window": False, "layer_types": None, **_EXPERTS},
+    "qwen3_moe": _WIDE | {"moe_intermediate_size": 256},
+    "gpt_oss": {},
+    "granitemoe": {},
+    "granitemoeshared": {"shared_intermediate_size": 96},
+    "granite hybrid": _WIDE,
+    "granite hybrid with experts": {"intermediate_size": 64, "shared_intermediate_size": 96},
+    "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True, **_EXPERTS},
+    "jamba": {"mamba_dt_rank": 32},
+    "nemotron_h": {"mamba_head_dim": 32, "time_step_min": 0.001},
+    "nemotron_h with experts": {
+        **_EXPERTS,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "mamba_head_dim": 32,
+        "mlp_bias": False,
+        "moe_latent_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "n_group": 1,
+        "topk_group": 1,
+        "intermediate_size": 64,
+    },
+    "qwen3_5": _DELTA_RULE | {"attention_bias": False},
+    "qwen3_5 with experts": _DELTA_RULE | _EXPERTS,
+    "qwen3_next": _DELTA_RULE | _EXPERTS | {"mlp_only_layers": [], "norm_topk_prob": True},
+    "deepseek_v2": _LATENT | {"norm_topk_prob": False},
+    "deepseek_v3": _LATENT | {"attention_bias": False, "mlp_layer_types": None},
+    "glm4_moe_lite": _LATENT | {"rope_interleave": True, "mlp_layer_types": ["dense", *3 * ["sparse"]]},
 }
+# Norms with 1 added, factors of frequencies and decays are rounded to float32 in files.
+_ROUNDED = ("gemma", "llama3", "phi3 with", "jamba", "nemotron", "qwen3_5", "qwen3_next", "granite hybrid")
 
 
 def family(directory: Path, name: str, **settings: Any) -> Path:
@@ -71,8 +107,7 @@ def test_a_file_is_what_quantization_makes_at_load(name: str, tmp_path: Path) ->
     expected = load_decoder(model, torch.float32, quantization=recipe)
     found = load_decoder(out, torch.float32)
     text = [3, 5, 96, 4, 40, 41, 42, 2, 7, 9, 33]
-    if name.startswith(("gemma", "llama3", "phi3 with")):
-        # Norms with 1 added, and factors of frequencies, are rounded to float32 in files.
+    if name.startswith(_ROUNDED):
         assert (logits(found, text) - logits(expected, text)).norm() < 0.05 * logits(expected, text).norm()
     else:
         assert torch.equal(logits(found, text), logits(expected, text))
@@ -90,7 +125,8 @@ def check_with_the_package(out: Path, expected: Any) -> None:
     embedding = None
     for tensor in reader.tensors:
         parts = tensor.name.split(".")
-        kind = ".".join(["blk.{bid}", *parts[2:-1]]) if parts[0] == "blk" else parts[0]
+        parts = parts[:-1] if parts[-1] in ("weight", "bias") else parts
+        kind = ".".join(["blk.{bid}", *parts[2:]]) if parts[0] == "blk" else parts[0]
         assert kind in names, tensor.name
         assert tensor.data_offset % 32 == 0
         if tensor.name == "token_embd.weight":
@@ -213,10 +249,17 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_by_name(part: str, tmp_pa
     assert names(tmp_path) == ["model"]
 
 
+_LAYERS = {"layer_types": ["linear_attention", "full_attention", *2 * ["linear_attention"]]}
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "experts": ("qwen3_moe", {}, "experts"),
-    "recurrent layers": ("qwen3_5", {}, "recurrent layers that are no short convolutions cannot be written"),
-    "family": ("olmo3", {}, "model_type"),
+    "experts": ("qwen3_moe", {"norm_topk_prob": False, **_EXPERTS}, "experts"),
+    "some dense layers": ("qwen3_moe with dense layers", {"norm_topk_prob": True, **_EXPERTS}, "layer 0 is"),
+    "recurrent layers": (
+        "qwen3_next",
+        {**FAMILIES["qwen3_next"], **_LAYERS},
+        "what layer 3 is",
+    ),
+    "multipliers": ("falcon_h1", {}, "logits_divisor|multipliers"),
+    "family": ("bamba", {}, "model_type"),
     "layers without a rotation": (
         "smollm3",
         {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": [1, 0, 1, 1]},

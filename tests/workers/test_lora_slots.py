@@ -78,7 +78,7 @@ def test_a_slot_takes_what_kernels_allocate() -> None:
     stacked = pytest.importorskip("kernels.cuda.lora").StackedLora
     for ranks in (1, 8):
         decoder, found = large(ranks), 0
-        for _, projection in decoder._projections():
+        for _, projection in decoder.projections():
             assert isinstance(projection, Linear)
             parts, weight = [*projection.parts.values()], projection.weight
             table = stacked(3, GPU_LORA_RANK, weight.shape[1], parts, torch.bfloat16, torch.device("meta"))
@@ -141,7 +141,7 @@ def test_without_memory_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_slots_that_do_not_fit_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_settings({**LARGE, "num_hidden_layers": 2})
     decoder = build_decoder(config, torch.bfloat16, "meta")
-    projections = [projection for _, projection in decoder._projections()]
+    projections = [projection for _, projection in decoder.projections()]
     allocate, left = type(projections[0]).allocate_lora, 3
 
     def allocate_some(self: Any, slots: int, max_rank: int) -> None:
@@ -167,7 +167,7 @@ def test_the_memory_is_taken_when_the_first_adapter_is_loaded(tmp_path: Path) ->
     executor.warmup()
     assert table is not None and executor.capabilities().max_lora_adapters == 3
     assert model.max_lora_slots == 0
-    assert all(projection.lora is None for _, projection in model._projections())
+    assert all(projection.lora is None for _, projection in model.projections())
     reads: list[AdapterRead] = []
     table._on_thread = lambda read: read()
     table.report_to(reads.append)

@@ -15,15 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 
 from tests import quantised_directories as make
 from tests.kernels.instruction_sets import need_compiled
-from tests.model_factory import TinyModel, load_decoder, make_model
+from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
 from tests.workers.test_quantised_models import LENGTHS, add_adapters
 from workers.executors.llm import LlmExecutor
-from workers.executors.loading import AUTO, NATIVE, TRANSFORMERS, choose_backend
+from workers.executors.loading import AUTO, NATIVE, TRANSFORMERS, choose_backend, load_served
 from workers.executors.memory import LoraLimits
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
+from workers.models.library.library_model import LibraryModel
 from workers.models.native_parity_check import check_native
 from workers.models.weights import plan_load
 
@@ -37,6 +38,24 @@ ROUNDED = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True,
 
 # Eight roundings of bfloat16, as a self-check allows.
 ROUNDED_LOSS = 6.2e-2
+
+# As AutoRound 0.6 and ModelOpt say what others have in the same tensors.
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "data_type": "int",
+    "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}},
+}
+_AS_GPTQ = {"packing_format": "auto_round:auto_gptq", "sym": True}
+_AS_AWQ = {"packing_format": "auto_round:auto_awq", "sym": False}
+
+
+def said_as(meant: make.Tensors, directory: Path, says: dict[str, Any]) -> make.Tensors:
+    settings = json.loads((directory / "config.json").read_text()) | {"quantization_config": says}
+    (directory / "config.json").write_text(json.dumps(settings))
+    return meant
+
 
 Make = Callable[[Path], make.Tensors]
 DIRECTORIES: dict[str, Make] = {
@@ -83,6 +102,13 @@ DIRECTORIES: dict[str, Make] = {
         directory, "fp4", block=128, storage=torch.bfloat16
     ),
     "llm.int8": lambda directory: make.bitsandbytes(directory, "int8"),
+    "auto-round": lambda directory: said_as(make.gptq(directory), directory, _AUTO_ROUND | _AS_GPTQ),
+    "auto-round as awq": lambda directory: said_as(make.awq(directory), directory, _AUTO_ROUND | _AS_AWQ),
+    "float8 of modelopt": lambda directory: said_as(
+        make.float8(directory, block=None),
+        directory,
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    ),
 }
 # Relative. NF4's numbers are rounded to integers; scales of bitsandbytes are divided by one, in float32.
 LOSSES = {"nf4": 3.4e-5, "fp4": 2**-22, "llm": 2**-22}
@@ -142,6 +168,7 @@ READ_BY_THE_LIBRARY = {name for name in DIRECTORIES if "float8" in name or "w4" 
     "w4a16 with zero points",
     "w4a16 in another order",
     "float8 with one scale",
+    "float8 of modelopt",
 }
 
 
@@ -229,8 +256,57 @@ def test_what_quantised_weights_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"down_proj\.qweight is quantised already \(int4, "):
         plan_load(tmp_path, quantization="q8_0")
     assert choose_backend(tmp_path, AUTO).backend == NATIVE
-    with pytest.raises(ModelError, match="model_backend = transformers needs a directory with safetensors"):
-        choose_backend(tmp_path, TRANSFORMERS)
+
+
+# Each kind of weight in memory, among experts too.
+OF_LIBRARY = (
+    "gptq in another order",
+    "awq",
+    "w4a16",
+    "w8a8",
+    "float8 in blocks",
+    "float8 with one scale",
+    "nf4",
+)
+
+
+@pytest.mark.parametrize("name", OF_LIBRARY)
+def test_the_library_serves_them_as_they_are(name: str, tmp_path: Path) -> None:
+    """Families without native code: projections and experts stay quantised."""
+    need_compiled()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+    }
+    more = {"num_hidden_layers": 2, "n_routed_experts": 8, "first_k_dense_replace": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97, "pad_token_id": 0}
+    source = make_family_model(tmp_path / "source", "glm4_moe", sizes | more | heads)
+    directory = make.in_one_file(source, tmp_path / "model")
+    meant = DIRECTORIES[name](directory)
+    model, description = load_served(
+        directory,
+        "float32",
+        torch.device("cpu"),
+        None,
+        backend=choose_backend(directory, AUTO).backend,
+        self_check=True,
+        rounds_rows=False,
+    )
+    assert isinstance(model, LibraryModel) and description.quantization
+    assert description.weight_bytes < 0.6 * sum(values.nbytes for values in meant.values())
+    tokens = torch.tensor(random_texts(1, (40,))[0])
+    save_file(meant, directory / "model.safetensors", {"format": "pt"})
+    settings = json.loads((directory / "config.json").read_text())
+    del settings["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(settings))
+    plain, _ = load_served(
+        directory, "float32", torch.device("cpu"), None, backend=TRANSFORMERS, self_check=False
+    )
+    assert isinstance(plain, LibraryModel)
+    found, expected = (each.plain_logits(tokens) for each in (model, plain))
+    assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).median() < 1e-4
 
 
 Tensors = make.Tensors

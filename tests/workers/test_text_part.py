@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.families import settings_of
+from tests.model_factory import load_decoder, make_family_model
 from tests.tiny_types import small_model
-from workers.executors.loading import choose_backend, load_served
+from tests.workers.test_gguf_models import logits
+from workers.executors.loading import AUTO, NATIVE, choose_backend, load_served
+from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.self_check import check_parity
 
@@ -158,3 +162,27 @@ def test_what_is_no_decoder_is_refused_by_name(model_type: str, why: str, tmp_pa
     with pytest.raises(ModelError, match=why) as refused:
         choose_backend(tmp_path, "auto")
     assert f"there is no native code for '{model_type}'" in str(refused.value)
+
+
+@pytest.mark.parametrize(("model_type", "same"), [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2")])
+def test_a_model_that_computes_as_another_is_served_as_that(
+    model_type: str, same: str, tmp_path: Path
+) -> None:
+    """Kimi K2 and MiMo, whose types the library does not know; also with layers that predict more tokens."""
+    directory = make_family_model(tmp_path / "model", *settings_of(same))
+    tokens = [3, 5, 96, 4, 40]
+    expected = logits(load_decoder(directory, "float32", pack=True), tokens)
+    settings = json.loads((directory / "config.json").read_text()) | {"model_type": model_type}
+    (directory / "config.json").write_text(json.dumps(settings))
+    if model_type == "mimo":
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        save_file({"model.mtp_layers.0.input_proj.weight": torch.ones(4, 4)}, directory / "more.safetensors")
+        index["weight_map"]["model.mtp_layers.0.input_proj.weight"] = "more.safetensors"
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    choice = choose_backend(directory, AUTO)
+    assert choice.backend == NATIVE
+    decoder, _ = load_served(
+        directory, "float32", torch.device("cpu"), None, backend=choice.backend, self_check=True
+    )
+    assert isinstance(decoder, Decoder)
+    assert torch.equal(logits(decoder, tokens), expected)

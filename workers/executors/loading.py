@@ -83,7 +83,8 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
     reason, of_library = "", source_of(directory).is_of_library
     if asked == TRANSFORMERS and not of_library:
         raise ModelError(
-            f"{directory}: model_backend = transformers needs a directory with safetensors, not quantised"
+            f"{directory}: model_backend = transformers runs no model in MXFP4, and GGUF files only of"
+            " families without native code"
         )
     if asked != TRANSFORMERS:
         try:

@@ -60,7 +60,7 @@ class Adapted:
         """
         modules: dict[str, tuple[int, int]] = {}
         stacks: dict[str, ExpertStack] = {}
-        for prefix, projection in self._projections():
+        for prefix, projection in self.projections():
             modules |= {prefix + name: shape for name, shape in projection.modules()}
             if isinstance(projection, ExpertProjection):
                 stacks[prefix + projection.name] = projection.stack(prefix)
@@ -96,7 +96,7 @@ class Adapted:
 
     def lora_slot_bytes(self, max_rank: int) -> int:
         """The memory of a slot on a GPU, in this rank's part of the model."""
-        return sum(projection.lora_slot_bytes(max_rank) for _, projection in self._projections())
+        return sum(projection.lora_slot_bytes(max_rank) for _, projection in self.projections())
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Make empty slots for adapters of ranks up to `max_rank`. Between two forwards, on their thread.
@@ -104,10 +104,10 @@ class Adapted:
         Once, after the parameters are packed. Without an effect if memory runs out.
         """
         try:
-            for _, projection in self._projections():
+            for _, projection in self.projections():
                 projection.allocate_lora(slots, max_rank)
         except torch.OutOfMemoryError:
-            for _, projection in self._projections():
+            for _, projection in self.projections():
                 projection.allocate_lora(0, max_rank)
             raise
         self.max_lora_slots, self._max_lora_rank = slots, max_rank
@@ -122,7 +122,7 @@ class Adapted:
         Raises ValueError if it does not fit; see `workers.models.lora`.
         """
         on_cpu = self.device.type == "cpu"
-        packed = pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
+        packed = pack_lora(weights, self.projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
         if any(pair.magnitude is not None for pair in weights.values()):
             packed = replace(packed, made_for=weakref.ref(self))
         vectors = pack_steering(steering, self._steering_shape, self.dtype)
@@ -139,14 +139,14 @@ class Adapted:
         """
         if not 0 <= slot < self.max_lora_slots:
             raise IndexError(f"slot: must be from 0 to {self.max_lora_slots - 1}, got {slot}")
-        projections = self._projections()
+        projections = self.projections()
         added = [None] * len(projections) if packed is None else packed.projections
         for (_, projection), pairs in zip(projections, added, strict=True):
             assert projection.lora is not None
             projection.lora.set(slot, pairs)  # type: ignore[arg-type]  # what its `pairs_of` has made
         self._steering.set(slot, None if packed is None else packed.steering)
 
-    def _projections(self) -> list[tuple[str, Projection]]:
+    def projections(self) -> list[tuple[str, Projection]]:
         """Those that may have adapters, with what the names of their modules begin with."""
         return [
             (f"model.layers.{index}.{name}", projection)

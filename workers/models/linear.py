@@ -5,6 +5,7 @@ Dimension letters: T rows; I inputs; O outputs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,6 +153,18 @@ class Linear:
             if bias is not None:
                 yield f"{prefix}{name}.bias", LoadTarget(bias, taken.shape[:1], taken=taken, first=first)
             first += taken.num_rows
+
+    def origins(self) -> Iterator[tuple[str, str, list[int]]]:
+        """Where files have other projections than a checkpoint: the name there, its own, and which rows."""
+        if self._stored is self.taken:
+            return
+        own = [(name, row) for name, part in self.taken.items() for rows in part.rows for row in rows]
+        first = 0
+        for name, part in self._stored.items():
+            placed = zip(itertools.chain(*part.rows), own[first : first + part.num_rows], strict=True)
+            names, rows = zip(*(one for _, one in sorted(placed)), strict=True)
+            yield name, names[0], [*rows]
+            first += part.num_rows
 
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Outputs and inputs of each projection in the checkpoint, by its name."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from workers.common.quantised.methods import is_quantised, read_quantisation
+from workers.common.quantised.methods import MXFP4, read_quantisation
 from workers.common.quantised.scheme import NotUnderstood, Quantisation
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.errors import UnsupportedError
@@ -69,8 +69,9 @@ class DirectorySource:
 
     @property
     def is_of_library(self) -> bool:
-        """Not with quantised weights. Raises ModelError."""
-        return not is_quantised(self.settings())
+        """Not with experts in MXFP4, which only native code separates. Raises ModelError."""
+        said = self._quantisation()
+        return said is None or said.method != MXFP4
 
     def check(self) -> None:
         check_not_pickled(self.path)

@@ -49,9 +49,11 @@ _WRAPPERS_OF: dict[str, str] = {
 WRAPPERS = {wrapper: text for text, wrappers in _WRAPPERS_OF.items() for wrapper in wrappers.split()}
 """The `model_type` of multimodal models, and that of their text part if this does not say it."""
 
-# Text parts that differ from another text model only in what they do with images, and what the settings of
-# that model say.
+# Text models, and text parts that differ from one only in what they do with images, that compute as another;
+# and what the settings of that model say.
 _SAME: dict[str, dict[str, object]] = {
+    "kimi_k2": {"model_type": "deepseek_v3"},
+    "mimo": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
     "qwen2_vl_text": {"model_type": "qwen2"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
@@ -89,7 +91,7 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
     """The settings of the text part of a multimodal model, else all settings. Raises ModelError."""
     wrapper = str(settings.get("model_type"))
     if wrapper not in WRAPPERS:
-        return settings
+        return {**settings, **_SAME.get(wrapper, {})}
     text = settings.get(_TEXT)
     if text is None and wrapper in _FLAT:
         text = {

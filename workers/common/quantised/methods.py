@@ -37,6 +37,9 @@ _BYTES_OF_INPUTS = "inputs of projections have 8 bits in groups of 32, whatever 
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 # Of GPTQ's `dynamic`, what leaves a module out.
 _LEFT_OUT = "-:"
+# Of AutoRound, with what each stands for; and the bits of what it leaves out.
+_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+_UNQUANTISED_BITS = 16
 _SETTINGS_OF_MXFP4 = {"quant_method", "modules_to_not_convert", "dequantize"}
 
 
@@ -106,6 +109,26 @@ def _gptq(settings: Mapping[str, object]) -> Quantisation:
     return Quantisation("gptq", [(None, scheme)], NO_NAMES)
 
 
+def _auto_round(settings: Mapping[str, object]) -> Quantisation:
+    """As AutoRound writes it: in the layout of GPTQ or AWQ. All zero points of GPTQ's are in the middle."""
+    packing = one_of(settings, "packing_format", *_PACKINGS)
+    one_of(settings, "data_type", "int", default="int")
+    others = settings.get("extra_config") or {}
+    parts = others.values() if isinstance(others, Mapping) else [others]
+    if any(not isinstance(part, Mapping) or part.get("bits") != _UNQUANTISED_BITS for part in parts):
+        raise NotUnderstood(f"extra_config: must only leave modules out, got {shown(others)}")
+    if _PACKINGS[str(packing)] == "awq":
+        return _awq({**settings, "zero_point": True})
+    one_of(settings, "sym", True)
+    return _gptq(settings)
+
+
+def _modelopt(settings: Mapping[str, object]) -> Quantisation:
+    """8-bit floats with a scale for a matrix, as NVIDIA publishes them."""
+    one_of(settings, "quant_algo", "FP8")
+    return Quantisation("modelopt", [(None, Scheme(Layout.FLOAT8, 8))], NO_NAMES)
+
+
 def _mxfp4(settings: Mapping[str, object]) -> Quantisation:
     """As gpt-oss has it: 4-bit floats in groups of 32 inputs, each with a power of two as its scale."""
     for name in settings.keys() - _SETTINGS_OF_MXFP4:
@@ -115,12 +138,14 @@ def _mxfp4(settings: Mapping[str, object]) -> Quantisation:
 
 
 METHODS: Final[Mapping[str, Callable[[Mapping[str, object]], Quantisation]]] = {
+    "auto-round": _auto_round,
     "awq": _awq,
     BITSANDBYTES: _bitsandbytes,
     "compressed-tensors": compressed_tensors.read,
     "fbgemm_fp8": _fbgemm_fp8,
     "fp8": _fp8,
     "gptq": _gptq,
+    "modelopt": _modelopt,
     MXFP4: _mxfp4,
 }
 """Each raises NotUnderstood."""

@@ -46,6 +46,7 @@ DENSE: dict[str, Family] = {
         output_bias=False,
         layer_types=sliding_from_max_window_layers,
         windows_opt_in=True,
+        left_out=("model.mtp_layers.",),  # of MiMo, for the prediction of several tokens
     ),
     "qwen3": Family(
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},

@@ -20,7 +20,7 @@ import torch
 
 from kernels.gguf_blocks import blocks_of
 from kernels.group_formats import GroupFormat
-from kernels.group_layout import Parts
+from kernels.grouped_weight import GroupedWeight
 from kernels.quantisers import quantise
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.common.gguf import GgufError
@@ -33,10 +33,13 @@ from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import unchanged_settings
 from workers.models.gguf.metadata import architecture_for, end_metadata, model_metadata, rope_factors
+from workers.models.gguf.names import names_of
+from workers.models.gguf.reordered import in_order_of_files
 from workers.models.gguf.source import GgufSource
-from workers.models.gguf.tensors import is_interleaved, is_norm, written_name
+from workers.models.gguf.tensors import has_decays, is_interleaved, is_norm, written_shape
 from workers.models.gguf.tokenizer import POOLINGS
 from workers.models.gguf.vocabulary import text_metadata
+from workers.models.linear import LoadTarget
 from workers.models.rope_settings import longest_text
 from workers.models.source import ModelSource, source_of
 from workers.models.text import ModelText
@@ -46,9 +49,8 @@ from workers.models.weights import LoadPlan, Progress, plan_load
 # Of `llama_ftype`, what most tensors are; and the version of the formats.
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k": 14, "q4_k_m": 15}
 _FORMATS_VERSION = 2
-_MATRIX = 2
 # What a file does not say, or says in its own way.
-_NOT_COMPARED = ("model_type", "dtype", "wrapper", "layers", "eos_token_ids", "bos_token_id")
+_NOT_COMPARED = ("model_type", "dtype", "wrapper", "layers", "eos_token_ids", "bos_token_id", "gguf_layout")
 # Numbers are float32 in files.
 _ERROR = 2.0**-22
 
@@ -70,17 +72,39 @@ def convert(model: Path, out: Path, quantization: str, progress: Progress | None
     if os.path.lexists(out):
         raise ModelError(f"{out}: is there already")
     with unchanged_settings(model):
-        plan = plan_load(model, AUTO, "cpu", quantization=quantization, in_memory=False)
+        plan = _as_in_files(plan_load(model, AUTO, "cpu", quantization=quantization, in_memory=False))
         source = source_of(model)
         text = source.text(plan.config.vocab_size, MAX_BYTES)
         with _errors_naming(model):
-            new = _NewFile(plan, text, _metadata(plan, text, source))
+            new = _NewFile(plan, _metadata(plan, text, source))
     with _temporary(out) as (file, path):
         new.begin(file)
         with _errors_naming(model):
             _check_same(GgufSource(path, [path]), plan, text, new.shapes)
         new.write_weights(file, progress)
     return new.nbytes
+
+
+def _as_in_files(plan: LoadPlan) -> LoadPlan:
+    """The same model with the layout that files have."""
+    config = dataclasses.replace(plan.config, gguf_layout=True)
+    decoder = build_decoder(config, plan.dtype, "meta")
+    return dataclasses.replace(plan, config=config, entries=in_order_of_files(plan.entries, decoder))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """A tensor of a file: that of a checkpoint with these names, or those of all experts of a layer.
+
+    Attributes:
+        names: In a checkpoint.
+        new: What the header says.
+        form: None: it is not quantised.
+    """
+
+    names: tuple[str, ...]
+    new: NewTensor
+    form: GroupFormat | None
 
 
 class _NewFile:
@@ -91,25 +115,18 @@ class _NewFile:
         shapes: The tensors of a checkpoint.
     """
 
-    def __init__(self, plan: LoadPlan, text: ModelText, metadata: Mapping[str, Value]) -> None:
+    def __init__(self, plan: LoadPlan, metadata: Mapping[str, Value]) -> None:
         """Raises GgufError for what cannot be written."""
-        self._plan, self._text = plan, text
+        self._plan = plan
         self._architecture = ARCHITECTURES[architecture_for(plan.config)]
         self._factors = rope_factors(plan.config)
-        targets = build_decoder(plan.config, plan.dtype, "meta").targets()
+        targets = build_decoder(plan.config, plan.dtype, "meta", formats=plan.formats).targets()
         self.shapes = {name: target.shape for name, target in targets.items()}
-        self._formats = {name: _format_of(plan, name, shape) for name, shape in self.shapes.items()}
+        self._tensors = [*_written(plan, targets)]
         of_factors = [NewTensor(name, tuple(one.shape), "f32") for name, one in self._factors.items()]
-        tensors = [
-            NewTensor(
-                written_name(name, self._architecture),
-                _shape_in_file(self.shapes[name]),
-                form.name if form else "f32",
-            )
-            for name, form in self._formats.items()
-        ]
-        self._header = written_header(metadata, [*of_factors, *tensors])
-        self.nbytes = len(self._header) + sum(padded(tensor.nbytes) for tensor in (*of_factors, *tensors))
+        tensors = [*of_factors, *(tensor.new for tensor in self._tensors)]
+        self._header = written_header(metadata, tensors)
+        self.nbytes = len(self._header) + sum(padded(tensor.nbytes) for tensor in tensors)
 
     def begin(self, file: BufferedRandom) -> None:
         """Take the disk space, and write all but the weights. Raises OSError."""
@@ -121,36 +138,56 @@ class _NewFile:
 
     def write_weights(self, file: BufferedRandom, progress: Progress | None) -> None:
         """Raises ModelError for a weight that is not finite, or cannot be read, and OSError."""
-        total_bytes, done_bytes = sum(self._plan.entries[name].nbytes for name in self._formats), 0
-        for name, form in self._formats.items():
-            entry, written = self._plan.entries[name], 0
-            for rows in self._rows(name, entry):
-                parts = None if form is None else quantise(rows, form)
-                values = rows.float() if parts is None else torch.cat([*_scales(parts)], dim=1)
-                check_finite(values, f"{entry.file}: tensor {entry.name}")
-                written += _write(
-                    file, values if form is None or parts is None else blocks_of(form.name, parts)
-                )
-                done_bytes += rows.nbytes
-                if progress is not None:
-                    progress(done_bytes, total_bytes)
+        total_bytes, done_bytes = sum(self._plan.entries[name].nbytes for name in self.shapes), 0
+        for tensor in self._tensors:
+            written = 0
+            for entry in (self._plan.entries[name] for name in tensor.names):
+                for rows in self._rows(tensor.new.name, entry):
+                    written += _write(file, _values(rows, tensor.form, f"{entry.file}: tensor {entry.name}"))
+                    done_bytes += rows.nbytes
+                    if progress is not None:
+                        progress(done_bytes, total_bytes)
             _fill_up(file, written)
 
     def _rows(self, name: str, entry: StoredTensor) -> Iterator[torch.Tensor]:
-        """A tensor in parts, in the order and with the offset that files have. Raises ModelError."""
-        head_rows = self._plan.config.head_dim if is_interleaved(name, self._architecture) else 1
-        row_bytes = entry.nbytes // entry.shape[0]
-        step = max(1, PART_BYTES // (row_bytes * head_rows)) * head_rows
-        for first in range(0, entry.shape[0], step):
-            wanted = range(first, min(first + step, entry.shape[0]))
-            parts = [part.clone() for _, part in entry.parts(wanted) if isinstance(part, torch.Tensor)]
-            rows = torch.cat(parts)
-            if head_rows > 1:
-                halves = rows.view(-1, 2, head_rows // 2, *rows.shape[1:])
-                rows = halves.transpose(1, 2).reshape(rows.shape)
+        """A tensor in parts, in the order and with the values that files have. Raises ModelError."""
+        if is_interleaved(name, self._architecture):
+            yield from _interleaved(entry, self._plan.config.head_dim)
+            return
+        for _, rows in entry.parts():
+            assert isinstance(rows, torch.Tensor), "what is quantised is not converted"
             if is_norm(name):
-                rows = rows.float() + self._architecture.norm_offset
-            yield rows
+                yield rows.float() + self._architecture.norm_offset
+            else:
+                yield -rows.float().exp() if has_decays(name) else rows
+
+
+def _written(plan: LoadPlan, targets: Mapping[str, LoadTarget]) -> Iterator[_Written]:
+    """The tensors of a file, of those of a checkpoint."""
+    config, family = plan.config, plan.config.family
+    # Where no layer has experts, what are shared ones else is the MLP.
+    names = names_of(family if config.experts else dataclasses.replace(family, experts=None))
+    grouped: dict[str, list[str]] = {}
+    for name in targets:
+        grouped.setdefault(names.in_file(name), []).append(name)
+    for name, all_names in grouped.items():
+        first = targets[all_names[0]]
+        form = first.into.form if isinstance(first.into, GroupedWeight) else None
+        shape = written_shape(name, first.shape, config.recurrent)
+        if names.are_of_experts(name):
+            shape = len(all_names), *shape
+        yield _Written((*all_names,), NewTensor(name, shape, form.name if form else "f32"), form)
+
+
+def _interleaved(entry: StoredTensor, head_rows: int) -> Iterator[torch.Tensor]:
+    """A tensor in parts of whole heads, the rows of each in pairs. Raises ModelError."""
+    count = entry.shape[0]
+    step = max(1, PART_BYTES * count // (entry.nbytes * head_rows)) * head_rows
+    for first in range(0, count, step):
+        wanted = range(first, min(first + step, count))
+        rows = torch.cat([part.clone() for _, part in entry.parts(wanted) if isinstance(part, torch.Tensor)])
+        halves = rows.view(-1, 2, head_rows // 2, *rows.shape[1:])
+        yield halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _metadata(plan: LoadPlan, text: ModelText, source: ModelSource) -> dict[str, Value]:
@@ -184,19 +221,6 @@ def _ends(config: ModelConfig, text: ModelText) -> tuple[int, ...]:
     return (*dict.fromkeys((*own, *config.eos_token_ids)),)
 
 
-def _shape_in_file(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of convolutions a file has [C, K] for [C, 1, K]."""
-    return shape if len(shape) <= _MATRIX else (shape[0], *shape[_MATRIX:])
-
-
-def _format_of(plan: LoadPlan, name: str, shape: tuple[int, ...]) -> GroupFormat | None:
-    if len(shape) != _MATRIX or plan.formats is None:
-        return None
-    form = plan.formats(name)
-    assert isinstance(form, GroupFormat)
-    return form
-
-
 def _check_same(
     written: GgufSource, plan: LoadPlan, text: ModelText, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
@@ -207,10 +231,12 @@ def _check_same(
         if field.name not in _NOT_COMPARED and not _is_same(ours, theirs):
             raise UnsupportedError(f"{field.name}: files of GGUF cannot say {ours!r}")
     for index, (ours, theirs) in enumerate(zip(plan.config.layers, found.layers, strict=True)):
-        if (ours.window, ours.sparse) != (theirs.window, theirs.sparse):
+        if ours.window != theirs.window:
             raise UnsupportedError(
                 f"sliding_window: files of GGUF cannot say {ours.window} for layer {index}"
             )
+        if dataclasses.replace(ours, rope=None) != dataclasses.replace(theirs, rope=None):
+            raise UnsupportedError(f"files of GGUF cannot say what layer {index} is")
         if not _is_same_rope(ours.rope, theirs.rope, plan.config.rotary_dim):
             raise UnsupportedError(f"rope_parameters: files of GGUF cannot say {ours.rope}")
     if not {*_ends(plan.config, text)} <= {*found.eos_token_ids}:
@@ -224,6 +250,9 @@ def _check_same(
 def _is_same(ours: object, theirs: object) -> bool:
     if isinstance(ours, float) and isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=_ERROR)
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        names = [field.name for field in dataclasses.fields(ours)]
+        return all(_is_same(getattr(ours, name), getattr(theirs, name)) for name in names)
     return ours == theirs
 
 
@@ -259,11 +288,17 @@ def _temporary(out: Path) -> Iterator[tuple[BufferedRandom, Path]]:
         raise
 
 
-def _scales(parts: Parts) -> Iterator[torch.Tensor]:
-    """What is finite if the rows are."""
-    yield parts.scales
-    if parts.minima is not None:
-        yield parts.minima
+def _values(rows: torch.Tensor, form: GroupFormat | None, where: str) -> torch.Tensor:
+    """Rows as a file has them. Raises ModelError, which begins with `where`, if they are not finite."""
+    if form is None:
+        check_finite(values := rows.float(), where)
+        return values
+    parts = quantise(rows, form)
+    # These are finite if the rows are.
+    for factors in (parts.scales, parts.minima):
+        if factors is not None:
+            check_finite(factors, where)
+    return blocks_of(form.name, parts)
 
 
 def _write(file: BufferedRandom, values: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ Source: gguf-py/gguf/tensor_mapping.py of llama.cpp.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ _LATENT = {
     **{f"attn_{part}": part for part in PARTS_OF_LATENTS},
 }
 _SHORT_CONV = {f"shortconv.{part}": part for part in ("conv", "in_proj", "out_proj")}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +78,21 @@ class Names:
         return self.whole.get(part, known and f"{known}.{kind}")
 
     def in_file(self, name: str) -> str:
-        """The reverse for any tensor but those of experts. A name that is not known stays."""
+        """The reverse; of a tensor of one expert that of all of them. A name that is not known stays."""
         for ours, theirs in self.outside.items():
             if name == theirs:
                 return ours
         layer, _, part = name.removeprefix("model.layers.").partition(".")
         module, _, kind = part.rpartition(".")
+        module = _NUMBER.sub("{}", module)
         reverse = {theirs: ours for ours, theirs in self.modules.items()}
+        reverse |= {theirs[0]: ours for ours, theirs in self.experts.items() if len(theirs) == 1}
         whole = {theirs: ours for ours, theirs in self.whole.items()}
         return f"blk.{layer}.{whole.get(part, f'{reverse.get(module, module)}.{kind}')}"
+
+    def are_of_experts(self, name: str) -> bool:
+        """Whether a tensor of a file has those of all experts."""
+        return name.rpartition(".")[0].rpartition(".")[2] in self.experts
 
 
 def names_of(family: Family) -> Names:
@@ -137,7 +145,9 @@ def _attention(family: Family) -> dict[str, str]:
 
 def _norms(family: Family) -> dict[str, str]:
     norms = family.norms
-    if norms.after_attention is not None:
+    if family.one_sublayer:
+        places = {"attn_norm": norms.before_attention}
+    elif norms.after_attention is not None:
         places = {
             "attn_norm": norms.before_attention,
             "post_attention_norm": norms.after_attention,

@@ -19,6 +19,7 @@ from workers.models.files import FileVersion
 from workers.models.gguf.latent_parts import with_merged_latents
 from workers.models.gguf.library_names import LIBRARY_FAMILIES, MORE_NAMES
 from workers.models.gguf.names import names_of
+from workers.models.recurrent_settings import Mamba2Config, RecurrentConfig
 from workers.models.registry import family_of
 
 # Spellings of a checkpoint. Those of quantised types are the names of formats.
@@ -29,7 +30,8 @@ _MATRIX = 2
 _MAX_DIGITS = 10
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _INTERLEAVED = ("attn_q", "attn_k")
-_NORM_OF_SCAN, _DECAYS, _CORRECTION = "ssm_norm", "ssm_a", "exp_probs_b"
+_NORM_OF_SCAN, _DECAYS, _SKIPS, _CORRECTION = "ssm_norm", "ssm_a", "ssm_d", "exp_probs_b"
+_GATE_OF_SHARED = "ffn_gate_inp_shexp"
 
 Shape = tuple[int, ...]
 
@@ -55,9 +57,9 @@ _RESHAPED: dict[str, Callable[[Shape], Shape]] = {
     "ssm_conv1d": _convolution,
     "conv": _convolution,
     _DECAYS: _without_column,
-    "ssm_d": _without_column,
+    _SKIPS: _without_column,
     _NORM_OF_SCAN: _vector,
-    "ffn_gate_inp_shexp": _row,
+    _GATE_OF_SHARED: _row,
 }
 
 
@@ -157,19 +159,37 @@ def _changes(
     return changes
 
 
-def written_name(name: str, architecture: Architecture) -> str:
-    """The name in a file of a tensor of a checkpoint, without experts. A name that is not known stays."""
-    return names_of(family_of(architecture.model_type)).in_file(name)
+def written_shape(name: str, shape: Shape, sizes: RecurrentConfig | None) -> Shape:
+    """The shape of a tensor in a file: the reverse of `_RESHAPED`.
+
+    Args:
+        name: Its name in the file.
+        shape: That in a checkpoint.
+        sizes: Those of the model's recurrent layers.
+    """
+    part = _module(name)
+    if part == _GATE_OF_SHARED:
+        return shape[1:]
+    if isinstance(sizes, Mamba2Config) and part in (_DECAYS, _SKIPS):
+        return (*shape, 1)
+    if isinstance(sizes, Mamba2Config) and part == _NORM_OF_SCAN:
+        return sizes.groups, shape[0] // sizes.groups
+    return shape if len(shape) <= _MATRIX else (shape[0], *shape[_MATRIX:])  # of convolutions
 
 
 def is_interleaved(name: str, architecture: Architecture) -> bool:
-    """Whether a file has the rows of a tensor of a checkpoint in another order; see `GgufTensor`."""
-    return architecture.interleaved and _module(written_name(name, architecture)) in _INTERLEAVED
+    """Whether a file has the rows of this tensor of its in another order; see `GgufTensor`."""
+    return architecture.interleaved and _module(name) in _INTERLEAVED
 
 
 def is_norm(name: str) -> bool:
     """Whether a tensor of a file has the weights of a norm of the hidden width or of a head of attention."""
     return name.endswith("norm.weight") and _module(name) != _NORM_OF_SCAN
+
+
+def has_decays(name: str) -> bool:
+    """Whether a tensor of a file has -exp of a checkpoint's values."""
+    return _module(name) == _DECAYS
 
 
 def _module(name: str) -> str:

@@ -54,14 +54,15 @@ class FileTensor:
         if entry.form is None and whole.nbytes != entry.nbytes:
             raise ModelError(f"{entry.file}: tensor {entry.name} has {entry.nbytes} bytes for {entry.shape}")
         for first, part in entry.parts():
-            assert isinstance(part, torch.Tensor), "quantised directories are for native code"
             into = whole[first : first + len(part)] if entry.shape else whole
             if entry.form is None:
+                assert isinstance(part, torch.Tensor), "it is not quantised"
                 # Parts of a dtype that no weight has are bytes.
                 into.copy_(part.view(dtype).view_as(into))
             else:
-                blocks = part.view(into[..., 0].numel(), -1)  # [rows of a matrix, bytes of a row]
-                into.copy_(values_of(entry.form, blocks, entry.shape[-1]).view_as(into))
+                # Of GGUF files [rows of a matrix, bytes of a row].
+                rows = part.view(into[..., 0].numel(), -1) if isinstance(part, torch.Tensor) else part
+                into.copy_(values_of(entry.form, rows, entry.shape[-1]).view_as(into))
             self._done(part.nbytes)
         return whole[index]
 

@@ -96,7 +96,7 @@ def plan_library_model(
     directory, device = Path(directory), torch.device(device)
     source = source_of(directory)
     if not source.is_of_library:
-        raise ModelError(f"{directory}: its weights are quantised, or a GGUF file's, and need native code")
+        raise ModelError(f"{directory}: is a model in MXFP4, or a GGUF file's, that needs native code")
     settings = read_settings(directory)
     for note in source.notes():
         _log.info("%s: %s", source.config_file.name, note)

@@ -192,19 +192,18 @@ class QuantisedParts:
             first += count
         return weight
 
-    def _new(self, form: WeightFormat, outputs: int, inputs: int) -> AnyGroupedWeight:
+    def _new(self, form: WeightFormat, outputs: int, inputs: int) -> Weight:
         held = form if self._rounds_rows else unrounded(form)
         assert held is not None
-        weight = new_weight(held, outputs, inputs, range(inputs), self._dtype, self._pieces.empty)
-        assert isinstance(weight, AnyGroupedWeight), "of GGUF files"
-        return weight
+        return new_weight(held, outputs, inputs, range(inputs), self._dtype, self._pieces.empty)
 
 
 class _Stacked:
     """What is filled with a tensor of the matrices of all experts; as `LoadTarget`."""
 
-    def __init__(self, weights: Sequence[AnyGroupedWeight]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._weights = [each for each in weights if isinstance(each, AnyGroupedWeight)]
+        assert len(self._weights) == len(weights), "of GGUF files"
         self.shape = (len(weights), *weights[0].shape)
         self.nbytes = sum(weight.nbytes for weight in weights)
 
