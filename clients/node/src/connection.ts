@@ -48,6 +48,14 @@ export interface CallOptions {
   signal?: AbortSignal | undefined;
 }
 
+const OPTIONS = new Set(["timeoutMs", "priority", "signal"]);
+
+/** Throws TypeError for another name: without types, a setting that does not exist would have no effect. */
+export function checkOptions(method: { name: string }, options: CallOptions): void {
+  const unknown = Object.keys(options).find((name) => !OPTIONS.has(name));
+  if (unknown !== undefined) throw new TypeError(`${method.name} has no setting ${unknown}`);
+}
+
 /** What each of an API's channels has. */
 export interface ConnectionSettings {
   credentials: ChannelCredentials;
@@ -94,6 +102,7 @@ export class Connection {
     request: Response<I>,
     options: CallOptions,
   ): Promise<Response<O>> {
+    checkOptions(method, options);
     const bytes = bufferOf(toBinary(method.input, request));
     const deadline = this.#deadlineOf(options);
     const most = this.targets.length > 1 ? MAX_ATTEMPTS_OF_SEVERAL : MAX_ATTEMPTS;
@@ -135,6 +144,7 @@ export class Connection {
     options: CallOptions,
     target = this.targets[0]!,
   ) {
+    checkOptions(method, options);
     const { client, proxy } = this.#channels.get(target)!;
     const call = client.makeServerStreamRequest<Buffer, Response<O>>(
       pathOf(method),
@@ -156,6 +166,7 @@ export class Connection {
     requests: AsyncIterable<Request<I>>,
     options: CallOptions,
   ): Promise<Response<O>> {
+    checkOptions(method, options);
     // Before there is a call: grpc-js leaves one open that is cancelled at once, until the server ends it.
     const following = requests[Symbol.asyncIterator]();
     let next = await following.next();
@@ -283,8 +294,10 @@ function channelTo(target: string, settings: ConnectionSettings, isOneOfSeveral:
     "grpc.max_reconnect_backoff_ms": MAX_BACKOFF_MS,
     "grpc.enable_retries": retries ? 1 : 0,
     ...(serverName === undefined ? {} : { "grpc.ssl_target_name_override": serverName }),
-    // Without an answer to a ping, the next attempt goes to another gateway.
-    ...(isOneOfSeveral ? { "grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 3000 } : {}),
+    // Without pings a call would wait forever for a server whose host has disappeared. Of several gateways one that answers
+    // none is left soon: the next attempt goes to another one. A single one may be paused.
+    "grpc.keepalive_time_ms": isOneOfSeveral ? 2000 : 20_000,
+    "grpc.keepalive_timeout_ms": isOneOfSeveral ? 3000 : 20_000,
   });
   return { target, client, proxy: proxyOf(target) };
 }

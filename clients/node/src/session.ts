@@ -12,7 +12,7 @@ import { type ClientDuplexStream, type ServiceError, status } from "@grpc/grpc-j
 
 import { isOwnRequestId } from "./batches.js";
 import { Caller } from "./cache.js";
-import { bufferOf, type CallOptions } from "./connection.js";
+import { bufferOf, type CallOptions, checkOptions } from "./connection.js";
 import { deadlineOf, durationOf } from "./duration.js";
 import type { Priority } from "./enums.js";
 import {
@@ -137,6 +137,7 @@ export class Session extends Caller implements AsyncDisposable {
     request: Request<I>,
     options: CallOptions = {},
   ): Promise<Response<O>> {
+    checkOptions(method, options);
     if (this.#ended || this.#isClosing) throw this.#sessionEnded();
     if (options.signal?.aborted) throw cancelled();
     const field = FIELDS.get(method.input.typeName);
