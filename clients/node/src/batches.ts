@@ -8,7 +8,7 @@ import { durationOf } from "./duration.js";
 import { errorFromStatus, type QuireError } from "./errors.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
 import type { ForwardRequestSchema, ForwardResponse, PrefillRequestSchema } from "./gen/quire/v1/executor_pb.js";
-import { type Fields, fieldsOf } from "./methods.js";
+import { type Fields, fieldsOf, refuse } from "./methods.js";
 import type { Output } from "./options.js";
 
 /** Prefix of the request ids that this client generates. A caller does not know them. */
@@ -102,12 +102,6 @@ export function prefillRequest(item: PrefillItem, output?: Output): MessageInitS
     sampleSeeds: [...sampleSeeds],
     ...{ adapterId, cacheSalt, scoreFrom },
   };
-}
-
-/** Throws TypeError for settings that an item does not have, which have no effect without types. */
-function refuse(item: string, unknown: object): void {
-  const [name] = Object.keys(unknown);
-  if (name !== undefined) throw new TypeError(`${item} has no setting ${name}`);
 }
 
 /** A request for a scoring. Throws TypeError. */

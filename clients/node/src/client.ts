@@ -39,7 +39,7 @@ import {
 } from "./gen/quire/v1/runner_pb.js";
 import type { KvCacheHandle } from "./gen/quire/v1/types_pb.js";
 import { itemsOf, type Prompt, type TextSettings } from "./items.js";
-import { messageOf, type Method, type Request, type Response } from "./methods.js";
+import { messageOf, type Method, refuse, type Request, type Response } from "./methods.js";
 import { isPrivate } from "./proxies.js";
 import { Session, type SessionOptions } from "./session.js";
 import { type AdapterFiles, adapterRequests, type WeightFiles, weightRequests } from "./uploads.js";
@@ -90,8 +90,9 @@ export class QuireClient extends Caller implements AsyncDisposable {
    */
   constructor(target: string | readonly string[] = "127.0.0.1:50051", options: ClientOptions = {}) {
     super();
-    const { tls, token, tokenInPlainView = false, timeoutMs, priority, retries = true } = options;
-    const { maxRequestBytes = 16 << 20, maxResponseBytes = 64 << 20 } = options;
+    const { tls, token, tokenInPlainView = false, timeoutMs, priority, retries = true, ...others } = options;
+    const { maxRequestBytes = 16 << 20, maxResponseBytes = 64 << 20, ...unknown } = others;
+    refuse("a client", unknown);
     priorityOf(priority);
     const targets = targetsOf(target);
     if (token && !tls && !tokenInPlainView && !targets.every(isPrivate)) {
@@ -123,10 +124,12 @@ export class QuireClient extends Caller implements AsyncDisposable {
   }
 
   /** Opens a stream for many concurrent calls. Each costs less, and calls that are sent together are batched. */
-  session(options: SessionOptions = {}): Session {
+  session({ maxInFlight, closeTimeoutMs, ...unknown }: SessionOptions = {}): Session {
+    refuse("a session", unknown);
     const { call, proxy } = this.#connection.bothStreams(EXECUTOR.session);
     const { timeoutMs, priority } = this.#options;
-    return new Session(call, { ...options, proxy, timeoutMs, priority, maxRequestBytes: this.#maxRequestBytes });
+    const own = { maxInFlight, closeTimeoutMs, maxRequestBytes: this.#maxRequestBytes };
+    return new Session(call, { ...own, proxy, timeoutMs, priority });
   }
 
   /**

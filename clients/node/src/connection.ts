@@ -1,5 +1,6 @@
 /** The channels to one or several gateways, and the attempts of each call. */
 
+import { setMaxListeners } from "node:events";
 import { setTimeout as sleep } from "node:timers/promises";
 
 import {
@@ -24,7 +25,7 @@ import type { Priority } from "./enums.js";
 import { cancelled, Cancelled, errorFromCall, errorFromStatus, QuireError, Unavailable } from "./errors.js";
 import { Gateways } from "./gateways.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
-import { mayRepeat, type Method, type Request, type Response } from "./methods.js";
+import { mayRepeat, type Method, refuse, type Request, type Response } from "./methods.js";
 import { channelOptions, proxyOf } from "./proxies.js";
 
 const INITIAL_BACKOFF_MS = 100;
@@ -48,12 +49,18 @@ export interface CallOptions {
   signal?: AbortSignal | undefined;
 }
 
-const OPTIONS = new Set(["timeoutMs", "priority", "signal"]);
+/** Throws TypeError for other names. */
+export function checkOptions({ name }: { name: string }, { timeoutMs, priority, signal, ...unknown }: CallOptions): void {
+  refuse(name, unknown);
+}
 
-/** Throws TypeError for another name: without types, a setting that does not exist would have no effect. */
-export function checkOptions(method: { name: string }, options: CallOptions): void {
-  const unknown = Object.keys(options).find((name) => !OPTIONS.has(name));
-  if (unknown !== undefined) throw new TypeError(`${method.name} has no setting ${unknown}`);
+/** Calls `abort` when a signal is given, until the function that is returned is called. */
+export function onAbort(signal: AbortSignal | undefined, abort: () => void): () => void {
+  if (!signal) return () => undefined;
+  // Many calls may have one signal, of which Node would warn.
+  setMaxListeners(0, signal);
+  signal.addEventListener("abort", abort);
+  return () => signal.removeEventListener("abort", abort);
 }
 
 /** What each of an API's channels has. */
@@ -254,7 +261,7 @@ export class Connection {
   ): Promise<Answer> {
     return new Promise((resolve, reject) => {
       if (signal?.aborted) return reject(cancelled());
-      const abort = () => call.cancel();
+      const forget = onAbort(signal, () => call.cancel());
       const timer = this.targets.length > 1 ? setTimeout(() => leaveIfUnconnected(client, call), CONNECT_TIMEOUT_MS) : undefined;
       const answer: Answer = { response: undefined, trailing: undefined };
       const call = client.makeUnaryRequest<Buffer, unknown>(
@@ -266,7 +273,7 @@ export class Connection {
         grpcOptions(deadline),
         (error, response) => {
           clearTimeout(timer);
-          signal?.removeEventListener("abort", abort);
+          forget();
           if (error) return reject(errorFromCall(error, proxy));
           answer.response = response;
           resolve(answer);
@@ -274,7 +281,6 @@ export class Connection {
       );
       // grpc-js emits it right after the response, before anything that awaits the response goes on.
       call.on("status", ({ metadata }) => (answer.trailing = metadata));
-      signal?.addEventListener("abort", abort);
     });
   }
 
@@ -332,10 +338,8 @@ function grpcOptions(deadline: number | undefined): GrpcCallOptions {
 
 /** Cancels a stream when a signal is given, until it has closed. */
 function cancelOn(signal: AbortSignal | undefined, call: { cancel(): void; on(event: "close", listener: () => void): unknown }) {
-  const abort = () => call.cancel();
-  signal?.addEventListener("abort", abort);
-  call.on("close", () => signal?.removeEventListener("abort", abort));
-  if (signal?.aborted) abort();
+  call.on("close", onAbort(signal, () => call.cancel()));
+  if (signal?.aborted) call.cancel();
 }
 
 function leaveIfUnconnected(client: Client, { call }: ClientUnaryCall): void {

@@ -472,6 +472,11 @@ test("a setting that does not exist is refused, and not without effect", async (
       client.uploadWeights(Buffer.alloc(0), { timeout: 3 }),
     ],
   };
+  assert.throws(() => outputOptions({ temprature: 1 }), TypeError);
+  assert.throws(() => new QuireClient(TARGET, { timeout: 3 }), TypeError);
+  assert.throws(() => client.session({ maxInflight: 3 }), TypeError);
+  assert.throws(() => client.execute([{ role: "user", content: "x", foo: 1 }]), TypeError);
+  assert.throws(() => client.execute([{ role: "user", content: "x", refusal: null, foo: 1 }]), /foo/);
   for (const [name, calls] of Object.entries(refusals)) {
     for (const call of calls) {
       await assert.rejects(call, (error) => error instanceof TypeError && error.message.endsWith(`no setting ${name}`));
@@ -502,4 +507,20 @@ test("weights of which the server says nothing", async () => {
   assert.equal(error.code, status.INTERNAL);
   alone.close();
   server.forceShutdown();
+});
+
+test("many calls can have one signal, and an output the entropy", async () => {
+  const warned = [];
+  const warn = (warning) => warned.push(warning.name);
+  process.on("warning", warn);
+  const { signal } = new AbortController();
+  const output = outputOptions({ entropy: true });
+  const session = client.session();
+  const made = Array.from({ length: 12 }, () => [client, session].map((caller) => caller.prefill([1, 2], { output, signal })));
+  const caches = await Promise.all(made.flat());
+  for (const cache of caches) assert.ok(cache.output.entropy > 0);
+  await Promise.all(caches.map((cache) => cache.release()));
+  await session.close();
+  process.off("warning", warn);
+  assert.deepEqual(warned, []);
 });
