@@ -274,6 +274,21 @@ def test_time_limit(target: str, executor: FakeExecutor) -> None:
             cache.decode(2)
 
 
+def test_a_setting_that_does_not_exist_is_refused(client: Client, executor: FakeExecutor) -> None:
+    """Without types, `timeout` in place of `timeout_s` would have no effect."""
+    cache: Any = client.prefill([1])
+    untyped: Any = client
+    with pytest.raises(TypeError, match="temperature"):
+        untyped.prefill([1], temperature=0.5)
+    for call in (cache.decode, cache.truncate, cache.renew):
+        with pytest.raises(TypeError, match="timeout"):
+            call(1, timeout=3)
+    with pytest.raises(TypeError, match="timeout"):
+        untyped.status(timeout=3)
+    assert cache.seq_len == 1 and len(executor.caches) == 1
+    cache.release()
+
+
 def test_message_bounds(target: str, executor: FakeExecutor) -> None:
     executor.tokenizer_json = bytes(5 << 20)
     with Client(target) as client:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,6 +17,7 @@ from quire._proxies import proxy_of
 
 from tests.certificates import Authority, Pair
 from tests.fake_executor import FakeExecutor, serving
+from tests.gateway_process import GatewayProcess
 from tests.http_proxy import http_proxy
 
 PATIENCE_S = 20.0
@@ -77,6 +80,20 @@ def test_a_certificate_of_the_client(authority: Authority, executor: FakeExecuto
     with serving_tls(executor, authority.server(), clients_of=authority) as target:
         assert refuses(target, Tls(ca=authority.cert))
         assert not refuses(target, Tls(ca=authority.cert, cert=alice.cert, key=alice.key))
+
+
+@pytest.mark.thorough
+async def test_a_server_that_disappears_is_noticed_without_a_timeout() -> None:
+    """Nobody closes the connection. Takes 40 seconds."""
+    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64"]) as gateway:
+        async with AsyncClient(gateway.address, timeout_s=300, retries=False) as client:
+            await client.status()
+            os.kill(gateway.process.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(Unavailable):
+                    await client.status()
+            finally:
+                os.kill(gateway.process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_batch_is_repeated_also_where_all_gateways_have_one_address() -> None:
     batch = pb.BatchDecodeRequest(items=[pb.DecodeRequest(cache_id=f"kv{n}_a", position=3) for n in range(2)])
     executor = ReachesItLater()
     with serving(executor) as address, Client(address, timeout_s=60) as client:
-        results = client._call(_methods.BATCH_DECODE, batch, {}).results
+        results = client._call(_methods.BATCH_DECODE, batch).results
     assert executor.asked == 2 and not any(one.HasField("error") for one in results)
 
 

@@ -119,7 +119,7 @@ def test_what_nothing_fences_is_sent_once(name: str, target: str, executor: Fake
         before = len(executor.calls[rpc])
         executor.fail(rpc, LOST, applied=True)
         with pytest.raises(Unavailable):
-            client._call(method, UNFENCED[name], {})
+            client._call(method, UNFENCED[name])
         assert len(executor.calls[rpc]) == before + 1
 
 

@@ -8,7 +8,7 @@ import { durationOf } from "./duration.js";
 import { errorFromStatus, type QuireError } from "./errors.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
 import type { ForwardRequestSchema, ForwardResponse, PrefillRequestSchema } from "./gen/quire/v1/executor_pb.js";
-import { type Fields, fieldsOf } from "./methods.js";
+import { type Fields, fieldsOf, refuse } from "./methods.js";
 import type { Output } from "./options.js";
 
 /** Prefix of the request ids that this client generates. A caller does not know them. */
@@ -90,31 +90,29 @@ export function itemOf<Item extends { tokenIds: Tokens }>(item: Item | Tokens): 
   return typeof item === "object" && "tokenIds" in item ? item : { tokenIds: item as Tokens };
 }
 
-/** A request for a new cache. It always has a request id, so that a retry returns the same cache. */
+/** A request for a new cache. It always has a request id, so that a retry returns the same cache. Throws TypeError. */
 export function prefillRequest(item: PrefillItem, output?: Output): MessageInitShape<typeof PrefillRequestSchema> {
+  const { tokenIds, leaseMs, requestId, sampleSeeds = [], output: own, adapterId, cacheSalt, scoreFrom, ...unknown } = item;
+  refuse("a prompt", unknown);
   return {
-    tokenIds: tokensOf(item.tokenIds),
-    output: item.output ?? output,
-    lease: durationOf(item.leaseMs),
-    adapterId: item.adapterId,
-    requestId: item.requestId || newRequestId(),
-    cacheSalt: item.cacheSalt,
-    scoreFrom: item.scoreFrom,
-    sampleSeeds: [...(item.sampleSeeds ?? [])],
+    tokenIds: tokensOf(tokenIds),
+    output: own ?? output,
+    lease: durationOf(leaseMs),
+    requestId: requestId || newRequestId(),
+    sampleSeeds: [...sampleSeeds],
+    ...{ adapterId, cacheSalt, scoreFrom },
   };
 }
 
-/** A request for a scoring. */
+/** A request for a scoring. Throws TypeError. */
 export function forwardRequest(item: ScoreItem, output?: Output): MessageInitShape<typeof ForwardRequestSchema> {
-  const { scoreFrom, cacheSalt, adapterId, experts } = item;
+  const { tokenIds, expertsFrom, output: own, scoreFrom, cacheSalt, adapterId, experts, ...unknown } = item;
+  refuse("a text", unknown);
   return {
-    tokenIds: tokensOf(item.tokenIds),
-    output: item.output ?? output,
-    scoreFrom,
-    cacheSalt,
-    adapterId,
-    experts,
-    expertsFrom: item.expertsFrom ?? (experts?.length ? Math.max(scoreFrom ?? 1, 1) - 1 : 0),
+    tokenIds: tokensOf(tokenIds),
+    output: own ?? output,
+    expertsFrom: expertsFrom ?? (experts?.length ? Math.max(scoreFrom ?? 1, 1) - 1 : 0),
+    ...{ scoreFrom, cacheSalt, adapterId, experts },
   };
 }
 

@@ -80,8 +80,9 @@ export abstract class Caller {
    * output options, unless they are given others: see `Cache.defaultOutput`.
    */
   async prefill(tokenIds: Tokens, settings: PrefillSettings & CallOptions = {}): Promise<Cache> {
-    const made = await this.call(METHODS.prefill, prefillRequest({ ...settings, tokenIds }), settings);
-    return new Cache(this, made, settings.output);
+    const { timeoutMs, priority, signal, ...item } = settings;
+    const request = prefillRequest({ ...item, tokenIds });
+    return new Cache(this, await this.call(METHODS.prefill, request, { timeoutMs, priority, signal }), settings.output);
   }
 
   /**
@@ -89,8 +90,9 @@ export abstract class Caller {
    * settings. Common prefixes are computed once. The errors of failed items are returned in their places.
    */
   async batchPrefill(prompts: readonly (Tokens | PrefillItem)[], options: AppendOptions = {}): Promise<(Cache | QuireError)[]> {
-    const items = prompts.map((prompt) => prefillRequest(itemOf(prompt), options.output));
-    const { results } = await this.call(METHODS.batchPrefill, { items }, options);
+    const { output, ...call } = options;
+    const items = prompts.map((prompt) => prefillRequest(itemOf(prompt), output));
+    const { results } = await this.call(METHODS.batchPrefill, { items }, call);
     return results.map((result, at) => {
       const made = resultOf<PrefillResponse>(result);
       return made instanceof QuireError ? made : new Cache(this, made, items[at]!.output);
@@ -111,8 +113,9 @@ export abstract class Caller {
     decodes: readonly (readonly [Cache, number, Output?])[],
     options: AppendOptions = {},
   ): Promise<(StepOutput | QuireError)[]> {
-    const items = decodes.map(([cache, tokenId, own]) => decodeRequest(cache, tokenId, own ?? options.output));
-    const { results } = await this.call(METHODS.batchDecode, { items }, options);
+    const { output, ...call } = options;
+    const items = decodes.map(([cache, tokenId, own]) => decodeRequest(cache, tokenId, own ?? output));
+    const { results } = await this.call(METHODS.batchDecode, { items }, call);
     return results.map((result, at) => {
       const appended = resultOf<DecodeResponse>(result);
       return appended instanceof QuireError ? appended : decodes[at]![0].appended(appended);
@@ -125,19 +128,21 @@ export abstract class Caller {
    * releases.
    */
   async forkCaches(forks: readonly (readonly [Cache, number])[], options: ForkOptions = {}): Promise<Cache[][]> {
+    const { release, requestId, ...call } = options;
     const request = {
       forks: forks.map(([{ cacheId, seqLen: position }, count]) => ({ cacheId, count, position })),
-      release: idsOf(options.release),
+      release: idsOf(release),
       // So that a retry returns the same copies.
-      requestId: options.requestId || newRequestId(),
+      requestId: requestId || newRequestId(),
     };
-    const { results } = await this.call(METHODS.forkCaches, request, options);
+    const { results } = await this.call(METHODS.forkCaches, request, call);
     return forks.map(([origin], at) => copiesOf(this, origin, results[at]!.kvCaches));
   }
 
   /** Like `score`, but returns the response message. */
   async forward(tokenIds: Tokens, settings: ScoreSettings & CallOptions = {}): Promise<ForwardResponse> {
-    return await this.call(METHODS.forward, forwardRequest({ ...settings, tokenIds }), settings);
+    const { timeoutMs, priority, signal, ...item } = settings;
+    return await this.call(METHODS.forward, forwardRequest({ ...item, tokenIds }), { timeoutMs, priority, signal });
   }
 
   /**
@@ -153,8 +158,9 @@ export abstract class Caller {
    * computed once. The errors of failed items are returned in their places.
    */
   async scoreBatch(texts: readonly (Tokens | ScoreItem)[], options: AppendOptions = {}): Promise<(Scored | QuireError)[]> {
-    const items = texts.map((text) => forwardRequest(itemOf(text), options.output));
-    const { results } = await this.call(METHODS.batchForward, { items }, options);
+    const { output, ...call } = options;
+    const items = texts.map((text) => forwardRequest(itemOf(text), output));
+    const { results } = await this.call(METHODS.batchForward, { items }, call);
     return results.map((result) => {
       const scored = resultOf<ForwardResponse>(result);
       return scored instanceof QuireError ? scored : scoredOf(scored);
@@ -235,7 +241,8 @@ export class Cache implements AsyncDisposable {
 
   /** Appends a token and predicts the next one. */
   async decode(tokenId: number, options: AppendOptions = {}): Promise<StepOutput> {
-    return this.appended(await this.caller.call(METHODS.decode, decodeRequest(this, tokenId, options.output), options));
+    const { output, ...call } = options;
+    return this.appended(await this.caller.call(METHODS.decode, decodeRequest(this, tokenId, output), call));
   }
 
   /** Appends several tokens and predicts the next one. The settings are those of `prefill`. */
@@ -243,15 +250,15 @@ export class Cache implements AsyncDisposable {
     tokenIds: Tokens,
     settings: AppendOptions & Pick<PrefillSettings, "scoreFrom" | "sampleSeeds"> = {},
   ): Promise<StepOutput> {
+    const { output = this.defaultOutput, scoreFrom, sampleSeeds = [], ...call } = settings;
     const request = {
       cacheId: this.cacheId,
       position: this.seqLen,
       tokenIds: tokensOf(tokenIds),
-      output: settings.output ?? this.defaultOutput,
-      scoreFrom: settings.scoreFrom,
-      sampleSeeds: [...(settings.sampleSeeds ?? [])],
+      sampleSeeds: [...sampleSeeds],
+      ...{ output, scoreFrom },
     };
-    return this.appended(await this.caller.call(METHODS.prefill, request, settings));
+    return this.appended(await this.caller.call(METHODS.prefill, request, call));
   }
 
   /**
@@ -270,11 +277,11 @@ export class Cache implements AsyncDisposable {
       parents?: number[];
     } = {},
   ): Promise<Verified> {
-    const { output = this.defaultOutput, accept = "greedy", score, rows, parents } = settings;
+    const { output = this.defaultOutput, accept = "greedy", score, rows, parents, ...call } = settings;
     const sent = tokensOf(tokenIds);
     const tokens = { cacheId: this.cacheId, position: this.seqLen, tokenIds: sent };
     const request = { ...tokens, output, accept: acceptOf(accept), score, rows, parents };
-    return this.#verified(sent, await this.caller.call(METHODS.forwardVerify, request, settings));
+    return this.#verified(sent, await this.caller.call(METHODS.forwardVerify, request, call));
   }
 
   /**
@@ -290,13 +297,14 @@ export class Cache implements AsyncDisposable {
 
   /** Copies the cache. The copies share its pages, and the caller releases them. */
   async fork(count = 1, options: ForkOptions = {}): Promise<Cache[]> {
+    const { release, requestId, ...call } = options;
     const request = {
       cacheId: this.cacheId,
       count,
-      release: idsOf(options.release),
-      requestId: options.requestId || newRequestId(),
+      release: idsOf(release),
+      requestId: requestId || newRequestId(),
     };
-    return copiesOf(this.caller, this, (await this.caller.call(METHODS.forkCache, request, options)).kvCaches);
+    return copiesOf(this.caller, this, (await this.caller.call(METHODS.forkCache, request, call)).kvCaches);
   }
 
   /** Keeps the cache for `leaseMs` from now on without use. Undefined: restarts its lease. */

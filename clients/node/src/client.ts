@@ -3,14 +3,14 @@
 import { randomUUID } from "node:crypto";
 
 import { create, type DescMessage } from "@bufbuild/protobuf";
-import { credentials as grpcCredentials, type ChannelCredentials, Metadata, type ServiceError } from "@grpc/grpc-js";
+import { type ChannelCredentials, credentials as grpcCredentials, Metadata, type ServiceError, status } from "@grpc/grpc-js";
 
 import { resultOf } from "./batches.js";
 import { Caller } from "./cache.js";
 import { type CallOptions, Connection } from "./connection.js";
 import { durationOf } from "./duration.js";
 import { type Cause, causeOf, policyOf, type Priority, priorityOf } from "./enums.js";
-import { errorFromCall, QuireError } from "./errors.js";
+import { errorFromCall, InternalError, QuireError } from "./errors.js";
 import { Execution, type ExecuteSettings } from "./execution.js";
 import { targetsOf } from "./gateways.js";
 import {
@@ -39,7 +39,7 @@ import {
 } from "./gen/quire/v1/runner_pb.js";
 import type { KvCacheHandle } from "./gen/quire/v1/types_pb.js";
 import { itemsOf, type Prompt, type TextSettings } from "./items.js";
-import { messageOf, type Method, type Request, type Response } from "./methods.js";
+import { messageOf, type Method, refuse, type Request, type Response } from "./methods.js";
 import { isPrivate } from "./proxies.js";
 import { Session, type SessionOptions } from "./session.js";
 import { type AdapterFiles, adapterRequests, type WeightFiles, weightRequests } from "./uploads.js";
@@ -90,8 +90,9 @@ export class QuireClient extends Caller implements AsyncDisposable {
    */
   constructor(target: string | readonly string[] = "127.0.0.1:50051", options: ClientOptions = {}) {
     super();
-    const { tls, token, tokenInPlainView = false, timeoutMs, priority, retries = true } = options;
-    const { maxRequestBytes = 16 << 20, maxResponseBytes = 64 << 20 } = options;
+    const { tls, token, tokenInPlainView = false, timeoutMs, priority, retries = true, ...others } = options;
+    const { maxRequestBytes = 16 << 20, maxResponseBytes = 64 << 20, ...unknown } = others;
+    refuse("a client", unknown);
     priorityOf(priority);
     const targets = targetsOf(target);
     if (token && !tls && !tokenInPlainView && !targets.every(isPrivate)) {
@@ -123,10 +124,12 @@ export class QuireClient extends Caller implements AsyncDisposable {
   }
 
   /** Opens a stream for many concurrent calls. Each costs less, and calls that are sent together are batched. */
-  session(options: SessionOptions = {}): Session {
+  session({ maxInFlight, closeTimeoutMs, ...unknown }: SessionOptions = {}): Session {
+    refuse("a session", unknown);
     const { call, proxy } = this.#connection.bothStreams(EXECUTOR.session);
     const { timeoutMs, priority } = this.#options;
-    return new Session(call, { ...options, proxy, timeoutMs, priority, maxRequestBytes: this.#maxRequestBytes });
+    const own = { maxInFlight, closeTimeoutMs, maxRequestBytes: this.#maxRequestBytes };
+    return new Session(call, { ...own, proxy, timeoutMs, priority });
   }
 
   /**
@@ -181,14 +184,15 @@ export class QuireClient extends Caller implements AsyncDisposable {
     adapterId: string,
     settings: CallOptions & { source?: string; files?: AdapterFiles; pinned?: boolean; shared?: boolean },
   ): Promise<Adapter> {
-    const { source, files, pinned, shared } = settings;
+    const { source, files, pinned, shared, ...options } = settings;
     const requests = adapterRequests({ adapterId, source, pinned, shared }, files, this.#maxRequestBytes);
-    return (await this.#connection.clientStream(ADMIN.loadAdapter, requests, settings)).adapter!;
+    return (await this.#connection.clientStream(ADMIN.loadAdapter, requests, options)).adapter!;
   }
 
   /** Removes an adapter's id. Returns whether there was one. Its caches can be used until their release. */
   async unloadAdapter(adapterId: string, options: CallOptions & { shared?: boolean } = {}): Promise<boolean> {
-    return (await this.call(ADMIN.unloadAdapter, { adapterId, shared: options.shared }, options)).unloaded;
+    const { shared, ...call } = options;
+    return (await this.call(ADMIN.unloadAdapter, { adapterId, shared }, call)).unloaded;
   }
 
   /** The adapters that this client can use, ordered by id. */
@@ -219,10 +223,11 @@ export class QuireClient extends Caller implements AsyncDisposable {
       onProgress?: (update: LoadWeightsResponse) => void;
     } = {},
   ): Promise<LoadWeightsResponse> {
-    if (settings.recompute && settings.keepKv) throw new TypeError("give either recompute or keepKv");
-    const continues = settings.keepKv ? PreviousCaches.KEEP_KV : settings.recompute ? PreviousCaches.RECOMPUTE : undefined;
+    const { recompute, keepKv, onProgress, ...options } = settings;
+    if (recompute && keepKv) throw new TypeError("give either recompute or keepKv");
+    const continues = keepKv ? PreviousCaches.KEEP_KV : recompute ? PreviousCaches.RECOMPUTE : undefined;
     const request = { source, previousCaches: continues };
-    const { call, proxy } = this.#connection.serverStream(ADMIN.loadWeights, request, settings);
+    const { call, proxy } = this.#connection.serverStream(ADMIN.loadWeights, request, options);
     const updates: AsyncIterable<LoadWeightsResponse> = call;
     let served: LoadWeightsResponse | undefined;
     const next = updates[Symbol.asyncIterator]();
@@ -231,13 +236,15 @@ export class QuireClient extends Caller implements AsyncDisposable {
         const { value, done } = await next.next().catch((error: ServiceError) => {
           throw errorFromCall(error, proxy);
         });
-        if (done) return served!;
+        if (done) break;
         served = value;
-        settings.onProgress?.(value);
+        onProgress?.(value);
       }
     } finally {
       call.cancel();
     }
+    if (!served) throw new InternalError(status.INTERNAL, "the server sent no answer");
+    return served;
   }
 
   /** All caches of this client's tenant. The timeout is that of each page of 1,000. */
@@ -297,8 +304,8 @@ export class QuireClient extends Caller implements AsyncDisposable {
    * Restarts the workers, or connects anew to a provider. Returns how many processes or connections. It is never retried.
    */
   async rebuildSession(runtime = "", options: CallOptions & { cause?: Cause } = {}): Promise<number> {
-    const cause = causeOf(options.cause ?? "manual");
-    return (await this.call(ADMIN.rebuildSession, { runtime, cause }, options)).rebuilt;
+    const { cause = "manual", ...call } = options;
+    return (await this.call(ADMIN.rebuildSession, { runtime, cause: causeOf(cause) }, call)).rebuilt;
   }
 
   /** Waits until this many workers are ready; 0: all. Returns how many are. */
@@ -311,20 +318,22 @@ export class QuireClient extends Caller implements AsyncDisposable {
    * running operations may take before another worker computes them again. It is never retried.
    */
   async drain(workerId = "", options: CallOptions & { graceMs?: number } = {}): Promise<ReplacedWorker[]> {
-    return (await this.call(ADMIN.drain, { workerId, grace: durationOf(options.graceMs) }, options)).workers;
+    const { graceMs, ...call } = options;
+    return (await this.call(ADMIN.drain, { workerId, grace: durationOf(graceMs) }, call)).workers;
   }
 
   /** Stops the server gracefully, and returns at once. `leaveWorkers`: the next server takes them over. */
   async shutdown(options: CallOptions & { leaveWorkers?: boolean } = {}): Promise<void> {
-    await this.call(ADMIN.shutdown, { leaveWorkers: options.leaveWorkers }, options);
+    const { leaveWorkers, ...call } = options;
+    await this.call(ADMIN.shutdown, { leaveWorkers }, call);
   }
 
   /** The description of the model; with tokenizer.json and the chat template if requested. */
   async modelInfo(
     options: CallOptions & { includeTokenizer?: boolean; includeChatTemplate?: boolean } = {},
   ): Promise<GetModelInfoResponse> {
-    const { includeTokenizer, includeChatTemplate } = options;
-    return await this.call(EXECUTOR.getModelInfo, { includeTokenizer, includeChatTemplate }, options);
+    const { includeTokenizer, includeChatTemplate, ...call } = options;
+    return await this.call(EXECUTOR.getModelInfo, { includeTokenizer, includeChatTemplate }, call);
   }
 
   /** What the server can do, and its limits. */
@@ -339,7 +348,8 @@ export class QuireClient extends Caller implements AsyncDisposable {
 
   /** The KV pages of each worker. `checkIntegrity` also checks the invariants of every pool. */
   async cacheMetrics(options: CallOptions & { checkIntegrity?: boolean } = {}): Promise<WorkerCacheMetrics[]> {
-    return (await this.call(EXECUTOR.getCacheMetrics, { checkIntegrity: options.checkIntegrity }, options)).workers;
+    const { checkIntegrity, ...call } = options;
+    return (await this.call(EXECUTOR.getCacheMetrics, { checkIntegrity }, call)).workers;
   }
 
   /** The use of adapters on each worker. */

@@ -1,5 +1,6 @@
 /** The channels to one or several gateways, and the attempts of each call. */
 
+import { setMaxListeners } from "node:events";
 import { setTimeout as sleep } from "node:timers/promises";
 
 import {
@@ -24,7 +25,7 @@ import type { Priority } from "./enums.js";
 import { cancelled, Cancelled, errorFromCall, errorFromStatus, QuireError, Unavailable } from "./errors.js";
 import { Gateways } from "./gateways.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
-import { mayRepeat, type Method, type Request, type Response } from "./methods.js";
+import { mayRepeat, type Method, refuse, type Request, type Response } from "./methods.js";
 import { channelOptions, proxyOf } from "./proxies.js";
 
 const INITIAL_BACKOFF_MS = 100;
@@ -46,6 +47,20 @@ export interface CallOptions {
   priority?: Priority | undefined;
   /** Cancels the call. An append may still have been applied. */
   signal?: AbortSignal | undefined;
+}
+
+/** Throws TypeError for other names. */
+export function checkOptions({ name }: { name: string }, { timeoutMs, priority, signal, ...unknown }: CallOptions): void {
+  refuse(name, unknown);
+}
+
+/** Calls `abort` when a signal is given, until the function that is returned is called. */
+export function onAbort(signal: AbortSignal | undefined, abort: () => void): () => void {
+  if (!signal) return () => undefined;
+  // Many calls may have one signal, of which Node would warn.
+  setMaxListeners(0, signal);
+  signal.addEventListener("abort", abort);
+  return () => signal.removeEventListener("abort", abort);
 }
 
 /** What each of an API's channels has. */
@@ -94,6 +109,7 @@ export class Connection {
     request: Response<I>,
     options: CallOptions,
   ): Promise<Response<O>> {
+    checkOptions(method, options);
     const bytes = bufferOf(toBinary(method.input, request));
     const deadline = this.#deadlineOf(options);
     const most = this.targets.length > 1 ? MAX_ATTEMPTS_OF_SEVERAL : MAX_ATTEMPTS;
@@ -135,6 +151,7 @@ export class Connection {
     options: CallOptions,
     target = this.targets[0]!,
   ) {
+    checkOptions(method, options);
     const { client, proxy } = this.#channels.get(target)!;
     const call = client.makeServerStreamRequest<Buffer, Response<O>>(
       pathOf(method),
@@ -156,6 +173,7 @@ export class Connection {
     requests: AsyncIterable<Request<I>>,
     options: CallOptions,
   ): Promise<Response<O>> {
+    checkOptions(method, options);
     // Before there is a call: grpc-js leaves one open that is cancelled at once, until the server ends it.
     const following = requests[Symbol.asyncIterator]();
     let next = await following.next();
@@ -243,7 +261,7 @@ export class Connection {
   ): Promise<Answer> {
     return new Promise((resolve, reject) => {
       if (signal?.aborted) return reject(cancelled());
-      const abort = () => call.cancel();
+      const forget = onAbort(signal, () => call.cancel());
       const timer = this.targets.length > 1 ? setTimeout(() => leaveIfUnconnected(client, call), CONNECT_TIMEOUT_MS) : undefined;
       const answer: Answer = { response: undefined, trailing: undefined };
       const call = client.makeUnaryRequest<Buffer, unknown>(
@@ -255,7 +273,7 @@ export class Connection {
         grpcOptions(deadline),
         (error, response) => {
           clearTimeout(timer);
-          signal?.removeEventListener("abort", abort);
+          forget();
           if (error) return reject(errorFromCall(error, proxy));
           answer.response = response;
           resolve(answer);
@@ -263,7 +281,6 @@ export class Connection {
       );
       // grpc-js emits it right after the response, before anything that awaits the response goes on.
       call.on("status", ({ metadata }) => (answer.trailing = metadata));
-      signal?.addEventListener("abort", abort);
     });
   }
 
@@ -283,8 +300,10 @@ function channelTo(target: string, settings: ConnectionSettings, isOneOfSeveral:
     "grpc.max_reconnect_backoff_ms": MAX_BACKOFF_MS,
     "grpc.enable_retries": retries ? 1 : 0,
     ...(serverName === undefined ? {} : { "grpc.ssl_target_name_override": serverName }),
-    // Without an answer to a ping, the next attempt goes to another gateway.
-    ...(isOneOfSeveral ? { "grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 3000 } : {}),
+    // Without pings a call would wait forever for a server whose host has disappeared. Of several gateways one that answers
+    // none is left soon: the next attempt goes to another one. A single one may be paused.
+    "grpc.keepalive_time_ms": isOneOfSeveral ? 2000 : 20_000,
+    "grpc.keepalive_timeout_ms": isOneOfSeveral ? 3000 : 20_000,
   });
   return { target, client, proxy: proxyOf(target) };
 }
@@ -319,10 +338,8 @@ function grpcOptions(deadline: number | undefined): GrpcCallOptions {
 
 /** Cancels a stream when a signal is given, until it has closed. */
 function cancelOn(signal: AbortSignal | undefined, call: { cancel(): void; on(event: "close", listener: () => void): unknown }) {
-  const abort = () => call.cancel();
-  signal?.addEventListener("abort", abort);
-  call.on("close", () => signal?.removeEventListener("abort", abort));
-  if (signal?.aborted) abort();
+  call.on("close", onAbort(signal, () => call.cancel()));
+  if (signal?.aborted) call.cancel();
 }
 
 function leaveIfUnconnected(client: Client, { call }: ClientUnaryCall): void {

@@ -71,7 +71,8 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
   // How much of each sample has been returned, by its item and index.
   readonly #positions = new Map<string, SampleProgress>();
   #call: ResponseStream | undefined;
-  #isCancelled = false;
+  // Aborted when it is cancelled, also in the pause before it resumes.
+  readonly #cancelled = new AbortController();
 
   /** Created by `QuireClient.execute`. Mutates the request, which has a requestId, when it resumes. */
   constructor(request: ExecuteRequest, settings: ExecutionOptions, begin: Begin, cancelKept: CancelKept) {
@@ -92,7 +93,7 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
     let brokenAt: number | undefined;
     let longestMs = INITIAL_BACKOFF_MS;
     for (;;) {
-      if (this.#isCancelled) throw cancelled();
+      if (this.#cancelled.signal.aborted) throw cancelled();
       const leftMs = deadline === undefined ? Infinity : Math.max(0, deadline - Date.now());
       this.#request.resumeAfter = [...this.#positions.values()];
       const { call, proxy } = this.#begin(this.#request, { timeoutMs: leftMs, signal });
@@ -117,9 +118,12 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
         const pauseMs = longestMs * (0.5 + Math.random() / 2);
         brokenAt ??= Date.now();
         const until = Math.min(brokenAt + this.#keepMs, deadline ?? Infinity);
-        const goesOn = failed.code === status.UNAVAILABLE && retries && !this.#isCancelled;
+        const goesOn = failed.code === status.UNAVAILABLE && retries && !this.#cancelled.signal.aborted;
         if (!goesOn || Date.now() + pauseMs > until) throw failed;
-        await sleep(pauseMs);
+        const ended = AbortSignal.any(signal ? [signal, this.#cancelled.signal] : [this.#cancelled.signal]);
+        await sleep(pauseMs, undefined, { signal: ended }).catch(() => {
+          throw cancelled();
+        });
         longestMs = Math.min(2 * longestMs, MAX_BACKOFF_MS);
       } finally {
         call.cancel();
@@ -150,7 +154,7 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
   /** Ends the execution, also on the server, if it has not ended. If it throws QuireError, a kept one may continue. */
   async cancel(): Promise<void> {
     // Before anything is awaited: the stream may break meanwhile, and must not resume.
-    this.#isCancelled = true;
+    this.#cancelled.abort();
     try {
       if (this.#keepMs && !(await this.#cancelKept(this.requestId))) {
         // The request may not have reached the server yet. After its call is cancelled it has arrived or never will.
@@ -164,7 +168,7 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
 
   /** Ends it as leaving the loop does: one that is kept goes on. */
   async [Symbol.asyncDispose](): Promise<void> {
-    this.#isCancelled = true;
+    this.#cancelled.abort();
     this.#call?.cancel();
   }
 

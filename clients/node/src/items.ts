@@ -6,7 +6,7 @@ import { tokensOf } from "./batches.js";
 import { durationOf } from "./duration.js";
 import { speculationMethodOf, type SpeculationMethod } from "./enums.js";
 import { ChatRole, type ExecuteItem, ExecuteItemSchema, ToolChoice } from "./gen/quire/v1/runner_pb.js";
-import type { Fields, Request } from "./methods.js";
+import { type Fields, refuse, type Request } from "./methods.js";
 import { samplingOf, type SamplingSettings, splitSampling, tokenMask, type Allowed } from "./options.js";
 
 const ROLES = {
@@ -161,7 +161,10 @@ function toolsJson(tools: TextSettings["tools"]): string | undefined {
 }
 
 function messageOf(message: ChatMessage) {
-  const { role, content, tool_calls, tool_call_id, name, reasoning_content } = message;
+  const { role, content, tool_calls, tool_call_id, name, reasoning_content, ...others } = message;
+  // What an OpenAI client returns has all other keys too, with null or an empty list.
+  const isEmpty = (value: unknown) => value === null || value === undefined || (Array.isArray(value) && !value.length);
+  refuse("a message", Object.fromEntries(Object.entries(others).filter(([, value]) => !isEmpty(value))));
   if (!Object.hasOwn(ROLES, role)) {
     throw new RangeError(`the role of a message is one of ${Object.keys(ROLES).join(", ")}, not ${JSON.stringify(role)}`);
   }

@@ -6,7 +6,7 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 
 import { dataTypeOf, type NumberFormat } from "./enums.js";
 import { type OutputOptionsSchema, SamplingParamsSchema, type TokenMaskSchema } from "./gen/quire/v1/types_pb.js";
-import type { Fields } from "./methods.js";
+import { type Fields, refuse } from "./methods.js";
 
 /** What an append computes and returns: fields of OutputOptions. `outputOptions` makes it from plain values. */
 export type Output = MessageInitShape<typeof OutputOptionsSchema>;
@@ -33,6 +33,8 @@ export interface OutputSettings extends SamplingSettings {
   hiddenFormat?: NumberFormat;
   /** Return the experts that the row's token was routed to. */
   experts?: boolean;
+  /** Return the entropy of the model's own distribution, in nats. */
+  entropy?: boolean;
   /** The tokens that may be chosen. Undefined: all. */
   allowed?: Allowed;
   /** Default settings, such as `samplingDefaults` of `modelInfo()`. */
@@ -43,12 +45,14 @@ export interface OutputSettings extends SamplingSettings {
 const MIN_COMPRESSED_BYTES = 64;
 const SAMPLING = new Set(SamplingParamsSchema.fields.map(({ localName }) => localName));
 
-/** How the next token is chosen, and what is returned about it. Throws RangeError for an unknown format. */
+/** How the next token is chosen, and what is returned about it. Throws RangeError for an unknown format, and TypeError. */
 export function outputOptions(settings: OutputSettings): Output {
-  const { logits, hidden, hiddenFormat = "f32", allowed, sampling, ...others } = settings;
-  const [own, rest] = splitSampling(others);
+  const [own, rest] = splitSampling(settings);
+  const { logits, hidden, hiddenFormat = "f32", allowed, sampling, ...others } = rest as Omit<OutputSettings, keyof SamplingSettings>;
+  const { logprob, sampledLogprob, topLogprobs, logprobTokenIds, experts, entropy, ...unknown } = others;
+  refuse("an output", unknown);
   return {
-    ...rest,
+    ...{ logprob, sampledLogprob, topLogprobs, logprobTokenIds, experts, entropy },
     logits: dataTypeOf("logits", logits),
     hidden: hidden ? { layers: hidden === true ? [] : hidden, dtype: dataTypeOf("hiddenFormat", hiddenFormat) } : undefined,
     mask: allowed && tokenMask(allowed),

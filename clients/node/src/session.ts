@@ -12,7 +12,7 @@ import { type ClientDuplexStream, type ServiceError, status } from "@grpc/grpc-j
 
 import { isOwnRequestId } from "./batches.js";
 import { Caller } from "./cache.js";
-import { bufferOf, type CallOptions } from "./connection.js";
+import { bufferOf, type CallOptions, checkOptions, onAbort } from "./connection.js";
 import { deadlineOf, durationOf } from "./duration.js";
 import type { Priority } from "./enums.js";
 import {
@@ -137,6 +137,7 @@ export class Session extends Caller implements AsyncDisposable {
     request: Request<I>,
     options: CallOptions = {},
   ): Promise<Response<O>> {
+    checkOptions(method, options);
     if (this.#ended || this.#isClosing) throw this.#sessionEnded();
     if (options.signal?.aborted) throw cancelled();
     const field = FIELDS.get(method.input.typeName);
@@ -155,16 +156,15 @@ export class Session extends Caller implements AsyncDisposable {
       const timeoutMs = options.timeoutMs ?? this.#timeoutMs;
       const deadline = deadlineOf(timeoutMs);
       const call: OpenCall = { tag: this.#nextTag++, field, request, encoded, deadline, settle: undefined };
-      const abort = () => this.#giveUp(call, cancelled());
+      const forget = onAbort(options.signal, () => this.#giveUp(call, cancelled()));
       const timer =
         timeoutMs === undefined || deadline === undefined || timeoutMs > LONGEST_TIMER_MS
           ? undefined
           : setTimeout(() => this.#giveUp(call, tooLate(timeoutMs)), timeoutMs);
-      options.signal?.addEventListener("abort", abort);
       call.settle = (outcome) => {
         call.settle = undefined;
         clearTimeout(timer);
-        options.signal?.removeEventListener("abort", abort);
+        forget();
         if (outcome instanceof QuireError) reject(outcome);
         else if (outcome?.case === "error") reject(errorFromStatus(outcome.value));
         else if (outcome?.case === field.name) resolve(outcome.value);

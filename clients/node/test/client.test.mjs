@@ -1,8 +1,9 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { after, test } from "node:test";
+import { promisify } from "node:util";
 
-import { Metadata } from "@grpc/grpc-js";
+import { Metadata, Server, ServerCredentials } from "@grpc/grpc-js";
 
 import { fromBinary, toBinary } from "@bufbuild/protobuf";
 import { durationMs } from "@bufbuild/protobuf/wkt";
@@ -448,4 +449,78 @@ test("TLS and tokens", { skip: GUARDED ? false : "no $QUIRE_GUARDED" }, async ()
     for (const either of [known, stranger, distrustful]) either.close();
   }
   assert.throws(() => new QuireClient(TARGET, { token: "two words" }), RangeError);
+});
+
+test("a setting that does not exist is refused, and not without effect", async () => {
+  const cache = await client.prefill([1, 2, 3]);
+  const session = client.session();
+  const refusals = {
+    temperature: [
+      client.prefill([1], { temperature: 0.5 }),
+      client.batchPrefill([{ tokenIds: [1], temperature: 0.5 }]),
+      client.score([1, 2], { temperature: 0.5 }),
+      cache.decode(1, { temperature: 0.5 }),
+      cache.extend([1], { temperature: 0.5 }),
+      cache.verify([1], { temperature: 0.5 }),
+    ],
+    timeout: [
+      client.status({ timeout: 3 }),
+      session.prefill([1], { timeout: 3 }),
+      client.scoreBatch([[1, 2]], { timeout: 3 }),
+      client.loadAdapter("a", { source: "/none", timeout: 3 }),
+      client.loadWeights("/none", { timeout: 3 }),
+      client.uploadWeights(Buffer.alloc(0), { timeout: 3 }),
+    ],
+  };
+  assert.throws(() => outputOptions({ temprature: 1 }), TypeError);
+  assert.throws(() => new QuireClient(TARGET, { timeout: 3 }), TypeError);
+  assert.throws(() => client.session({ maxInflight: 3 }), TypeError);
+  assert.throws(() => client.execute([{ role: "user", content: "x", foo: 1 }]), TypeError);
+  assert.throws(() => client.execute([{ role: "user", content: "x", refusal: null, foo: 1 }]), /foo/);
+  for (const [name, calls] of Object.entries(refusals)) {
+    for (const call of calls) {
+      await assert.rejects(call, (error) => error instanceof TypeError && error.message.endsWith(`no setting ${name}`));
+    }
+  }
+  assert.equal(cache.seqLen, 3);
+  await session.close();
+  await cache.release();
+});
+
+test("a time is a number", async () => {
+  for (const timeoutMs of ["1000", {}]) await assert.rejects(client.status({ timeoutMs }), TypeError);
+  for (const leaseMs of ["1000", NaN, Infinity]) await assert.rejects(client.prefill([1], { leaseMs }), TypeError);
+  await client.status({ timeoutMs: Infinity });
+});
+
+test("weights of which the server says nothing", async () => {
+  const server = new Server();
+  const asBytes = (bytes) => bytes;
+  const load = admin.AdminService.method.loadWeights;
+  const path = `/${load.parent.typeName}/${load.name}`;
+  const definition = { path, requestStream: false, responseStream: true, requestSerialize: asBytes };
+  const coded = { requestDeserialize: asBytes, responseSerialize: asBytes, responseDeserialize: asBytes };
+  server.addService({ load: { ...definition, ...coded } }, { load: (call) => call.end() });
+  const port = await promisify(server.bindAsync).bind(server)("127.0.0.1:0", ServerCredentials.createInsecure());
+  const alone = new QuireClient(`127.0.0.1:${port}`, { timeoutMs: TIMEOUT_MS });
+  const error = await refused(alone.loadWeights("/some"));
+  assert.equal(error.code, status.INTERNAL);
+  alone.close();
+  server.forceShutdown();
+});
+
+test("many calls can have one signal, and an output the entropy", async () => {
+  const warned = [];
+  const warn = (warning) => warned.push(warning.name);
+  process.on("warning", warn);
+  const { signal } = new AbortController();
+  const output = outputOptions({ entropy: true });
+  const session = client.session();
+  const made = Array.from({ length: 12 }, () => [client, session].map((caller) => caller.prefill([1, 2], { output, signal })));
+  const caches = await Promise.all(made.flat());
+  for (const cache of caches) assert.ok(cache.output.entropy > 0);
+  await Promise.all(caches.map((cache) => cache.release()));
+  await session.close();
+  process.off("warning", warn);
+  assert.deepEqual(warned, []);
 });

@@ -279,3 +279,19 @@ test("one that may not be retried does not resume, and leaving its block ends it
     { code: status.CANCELLED },
   );
 });
+
+test("one that is left while it waits to resume ends at once", async () => {
+  async function* breaks() {
+    yield chunk(0);
+    throw broken();
+  }
+  for (const leave of [(execution) => execution.cancel(), (_, given) => given.abort()]) {
+    const given = new AbortController();
+    const { begun, execution } = executionOf([breaks], { signal: given.signal });
+    const reading = read(execution);
+    await new Promise((resolve) => setImmediate(resolve));
+    await leave(execution, given);
+    await assert.rejects(reading, { code: status.CANCELLED });
+    assert.equal(begun.length, 1);
+  }
+});

@@ -1,4 +1,4 @@
-"""Python client of Quire, a token-level LLM executor: you run the decoding loop, it holds model and KV.
+"""Python client of Quire, an LLM server whose API is the forward pass: you run the decoding loop.
 
     from quire import Client
 

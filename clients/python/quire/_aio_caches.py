@@ -6,7 +6,7 @@ The blocking ones are generated from this file: see generate_blocking.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -33,15 +33,19 @@ class AsyncCaller(ABC):
     Each takes `timeout_s` and `priority` for this call alone, see `CallOptions`.
     """
 
-    @abstractmethod
-    async def _call(
-        self, method: Method[_Request, _Response], request: _Request, call: CallOptions
-    ) -> _Response:
-        """Makes one call. Raises QuireError."""
+    # That of the client, also in its sessions.
+    _execute: Callable[..., AsyncExecution]
 
     @abstractmethod
-    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> AsyncExecution:
-        """Starts the Execute of an item. Raises QuireError."""
+    async def _call(
+        self,
+        method: Method[_Request, _Response],
+        request: _Request,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+    ) -> _Response:
+        """Makes one call. Raises QuireError."""
 
     @opens
     async def prefill(
@@ -71,7 +75,7 @@ class AsyncCaller(ABC):
             token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from, sample_seeds
         )
         request = _batches.prefill_request(item)
-        prefilled = await self._call(_methods.PREFILL, request, call)
+        prefilled = await self._call(_methods.PREFILL, request, **call)
         return AsyncCache(self, prefilled, _calls.output_of(request))
 
     async def batch_prefill(
@@ -85,7 +89,7 @@ class AsyncCaller(ABC):
         items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
         requests = [_batches.prefill_request(item, output) for item in items]
         request = executor_pb2.BatchPrefillRequest(items=requests)
-        response = await self._call(_methods.BATCH_PREFILL, request, call)
+        response = await self._call(_methods.BATCH_PREFILL, request, **call)
         made = zip(map(_batches.result_of, response.results), requests, strict=True)
         return [
             one if isinstance(one, QuireError) else AsyncCache(self, one, _calls.output_of(its))
@@ -100,7 +104,7 @@ class AsyncCaller(ABC):
         Nobody is warned if it is not released here. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        renewed = await self._call(_methods.RENEW_CACHE, request, call)
+        renewed = await self._call(_methods.RENEW_CACHE, request, **call)
         found = executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache)
         return AsyncCache(self, found, is_owned=False)
 
@@ -121,7 +125,7 @@ class AsyncCaller(ABC):
             for cache, token_id, *own in decodes
         ]
         request = executor_pb2.BatchDecodeRequest(items=requests)
-        response = await self._call(_methods.BATCH_DECODE, request, call)
+        response = await self._call(_methods.BATCH_DECODE, request, **call)
         results = zip(decodes, map(_batches.result_of, response.results), strict=True)
         return [
             one if isinstance(one, QuireError) else cache._appended(one)  # noqa: SLF001 - a class of this module
@@ -152,7 +156,7 @@ class AsyncCaller(ABC):
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
-        response = await self._call(_methods.FORK_CACHES, request, call)
+        response = await self._call(_methods.FORK_CACHES, request, **call)
         return [
             [
                 AsyncCache(self, copy, cache.default_output)
@@ -173,7 +177,7 @@ class AsyncCaller(ABC):
     ) -> executor_pb2.ForwardResponse:
         """Like `score`, but returns the response message."""
         request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt, adapter_id))
-        return await self._call(_methods.FORWARD, request, call)
+        return await self._call(_methods.FORWARD, request, **call)
 
     async def score(
         self,
@@ -194,7 +198,7 @@ class AsyncCaller(ABC):
         see `ScoreItem`.
         """
         item = ScoreItem(token_ids, score_from, output, cache_salt, adapter_id, experts, experts_from)
-        return _batches.scored(await self._call(_methods.FORWARD, _batches.forward_request(item), call))
+        return _batches.scored(await self._call(_methods.FORWARD, _batches.forward_request(item), **call))
 
     async def score_batch(
         self, texts: Texts, *, output: types_pb2.OutputOptions | None = None, **call: Unpack[CallOptions]
@@ -207,7 +211,7 @@ class AsyncCaller(ABC):
         items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
         requests = [_batches.forward_request(item, output) for item in items]
         request = executor_pb2.BatchForwardRequest(items=requests)
-        response = await self._call(_methods.BATCH_FORWARD, request, call)
+        response = await self._call(_methods.BATCH_FORWARD, request, **call)
         found = map(_batches.result_of, response.results)
         return [one if isinstance(one, QuireError) else _batches.scored(one) for one in found]
 
@@ -247,7 +251,7 @@ class AsyncCache(CacheState):
     ) -> types_pb2.StepOutput:
         """Appends a token and predicts the next one."""
         request = _calls.decode_request(self, token_id, output)
-        response = await self._call(_methods.DECODE, request, call)
+        response = await self._call(_methods.DECODE, request, **call)
         return self._appended(response)
 
     def generate(
@@ -278,8 +282,8 @@ class AsyncCache(CacheState):
         if settings.get("sampling") is None and self.default_output is not None:
             settings["sampling"] = self.default_output.sampling
         made = item(self.prompt(token_ids), **settings)
-        options: CallOptions = {"timeout_s": timeout_s, "priority": priority}
-        execution = self._caller._execute(made, keep_s, options)  # noqa: SLF001 - a class of this module
+        execute = self._caller._execute  # noqa: SLF001 - a class of this module
+        execution = execute([made], keep_s=keep_s, timeout_s=timeout_s, priority=priority)
         return AsyncGeneration(execution, self, made)
 
     async def extend(
@@ -300,7 +304,7 @@ class AsyncCache(CacheState):
             score_from=score_from,
             sample_seeds=sample_seeds,
         )
-        response = await self._call(_methods.PREFILL, request, call)
+        response = await self._call(_methods.PREFILL, request, **call)
         return self._appended(response)
 
     async def verify(
@@ -333,7 +337,7 @@ class AsyncCache(CacheState):
             rows=rows,
             parents=parents,
         )
-        return self._verified(token_ids, await self._call(_methods.FORWARD_VERIFY, request, call))
+        return self._verified(token_ids, await self._call(_methods.FORWARD_VERIFY, request, **call))
 
     async def truncate(self, new_len: int, **call: Unpack[CallOptions]) -> None:
         """Truncates the cache to `new_len` tokens. `output` is invalid until the next append.
@@ -345,7 +349,7 @@ class AsyncCache(CacheState):
         # No position when truncating to the known length, which undoes an abandoned append that was applied.
         position = None if new_len == self.seq_len else self.seq_len
         request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
-        response = await self._call(_methods.TRUNCATE_KV, request, call)
+        response = await self._call(_methods.TRUNCATE_KV, request, **call)
         self.seq_len = response.kv_cache.seq_len
 
     async def fork(
@@ -367,13 +371,13 @@ class AsyncCache(CacheState):
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
-        response = await self._call(_methods.FORK_CACHE, request, call)
+        response = await self._call(_methods.FORK_CACHE, request, **call)
         return [AsyncCache(self._caller, copy, self.default_output) for copy in self._forked(response)]
 
     async def renew(self, lease_s: float | None = None, **call: Unpack[CallOptions]) -> None:
         """Keeps the cache for `lease_s` seconds from now without use. None: restarts its lease."""
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id, lease=_calls.duration(lease_s))
-        await self._call(_methods.RENEW_CACHE, request, call)
+        await self._call(_methods.RENEW_CACHE, request, **call)
 
     async def refresh(self, **call: Unpack[CallOptions]) -> int:
         """Takes over the length that the cache has on the server, and returns it. Its lease restarts.
@@ -382,14 +386,14 @@ class AsyncCache(CacheState):
         object's last append.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id)
-        renewed = await self._call(_methods.RENEW_CACHE, request, call)
+        renewed = await self._call(_methods.RENEW_CACHE, request, **call)
         self.seq_len = renewed.kv_cache.seq_len
         return self.seq_len
 
     async def release(self, **call: Unpack[CallOptions]) -> bool:
         """Releases the cache. Returns False if it did not exist any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.detach())
-        response = await self._call(_methods.RELEASE_CACHE, request, call)
+        response = await self._call(_methods.RELEASE_CACHE, request, **call)
         return response.released
 
     async def __aenter__(self) -> Self:

@@ -6,7 +6,7 @@ Generated from _aio_caches.py by clients/python/generate_blocking.py: change tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -32,13 +32,19 @@ class Caller(ABC):
     Each takes `timeout_s` and `priority` for this call alone, see `CallOptions`.
     """
 
-    @abstractmethod
-    def _call(self, method: Method[_Request, _Response], request: _Request, call: CallOptions) -> _Response:
-        """Makes one call. Raises QuireError."""
+    # That of the client, also in its sessions.
+    _execute: Callable[..., Execution]
 
     @abstractmethod
-    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> Execution:
-        """Starts the Execute of an item. Raises QuireError."""
+    def _call(
+        self,
+        method: Method[_Request, _Response],
+        request: _Request,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+    ) -> _Response:
+        """Makes one call. Raises QuireError."""
 
     def prefill(
         self,
@@ -67,7 +73,7 @@ class Caller(ABC):
             token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from, sample_seeds
         )
         request = _batches.prefill_request(item)
-        prefilled = self._call(_methods.PREFILL, request, call)
+        prefilled = self._call(_methods.PREFILL, request, **call)
         return Cache(self, prefilled, _calls.output_of(request))
 
     def batch_prefill(
@@ -81,7 +87,7 @@ class Caller(ABC):
         items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
         requests = [_batches.prefill_request(item, output) for item in items]
         request = executor_pb2.BatchPrefillRequest(items=requests)
-        response = self._call(_methods.BATCH_PREFILL, request, call)
+        response = self._call(_methods.BATCH_PREFILL, request, **call)
         made = zip(map(_batches.result_of, response.results), requests, strict=True)
         return [
             one if isinstance(one, QuireError) else Cache(self, one, _calls.output_of(its))
@@ -95,7 +101,7 @@ class Caller(ABC):
         Nobody is warned if it is not released here. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        renewed = self._call(_methods.RENEW_CACHE, request, call)
+        renewed = self._call(_methods.RENEW_CACHE, request, **call)
         found = executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache)
         return Cache(self, found, is_owned=False)
 
@@ -116,7 +122,7 @@ class Caller(ABC):
             for cache, token_id, *own in decodes
         ]
         request = executor_pb2.BatchDecodeRequest(items=requests)
-        response = self._call(_methods.BATCH_DECODE, request, call)
+        response = self._call(_methods.BATCH_DECODE, request, **call)
         results = zip(decodes, map(_batches.result_of, response.results), strict=True)
         return [
             one if isinstance(one, QuireError) else cache._appended(one)  # noqa: SLF001 - a class of this module
@@ -147,7 +153,7 @@ class Caller(ABC):
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
-        response = self._call(_methods.FORK_CACHES, request, call)
+        response = self._call(_methods.FORK_CACHES, request, **call)
         return [
             [
                 Cache(self, copy, cache.default_output)
@@ -168,7 +174,7 @@ class Caller(ABC):
     ) -> executor_pb2.ForwardResponse:
         """Like `score`, but returns the response message."""
         request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt, adapter_id))
-        return self._call(_methods.FORWARD, request, call)
+        return self._call(_methods.FORWARD, request, **call)
 
     def score(
         self,
@@ -189,7 +195,7 @@ class Caller(ABC):
         see `ScoreItem`.
         """
         item = ScoreItem(token_ids, score_from, output, cache_salt, adapter_id, experts, experts_from)
-        return _batches.scored(self._call(_methods.FORWARD, _batches.forward_request(item), call))
+        return _batches.scored(self._call(_methods.FORWARD, _batches.forward_request(item), **call))
 
     def score_batch(
         self, texts: Texts, *, output: types_pb2.OutputOptions | None = None, **call: Unpack[CallOptions]
@@ -202,7 +208,7 @@ class Caller(ABC):
         items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
         requests = [_batches.forward_request(item, output) for item in items]
         request = executor_pb2.BatchForwardRequest(items=requests)
-        response = self._call(_methods.BATCH_FORWARD, request, call)
+        response = self._call(_methods.BATCH_FORWARD, request, **call)
         found = map(_batches.result_of, response.results)
         return [one if isinstance(one, QuireError) else _batches.scored(one) for one in found]
 
@@ -242,7 +248,7 @@ class Cache(CacheState):
     ) -> types_pb2.StepOutput:
         """Appends a token and predicts the next one."""
         request = _calls.decode_request(self, token_id, output)
-        response = self._call(_methods.DECODE, request, call)
+        response = self._call(_methods.DECODE, request, **call)
         return self._appended(response)
 
     def generate(
@@ -273,8 +279,8 @@ class Cache(CacheState):
         if settings.get("sampling") is None and self.default_output is not None:
             settings["sampling"] = self.default_output.sampling
         made = item(self.prompt(token_ids), **settings)
-        options: CallOptions = {"timeout_s": timeout_s, "priority": priority}
-        execution = self._caller._execute(made, keep_s, options)  # noqa: SLF001 - a class of this module
+        execute = self._caller._execute  # noqa: SLF001 - a class of this module
+        execution = execute([made], keep_s=keep_s, timeout_s=timeout_s, priority=priority)
         return Generation(execution, self, made)
 
     def extend(
@@ -295,7 +301,7 @@ class Cache(CacheState):
             score_from=score_from,
             sample_seeds=sample_seeds,
         )
-        response = self._call(_methods.PREFILL, request, call)
+        response = self._call(_methods.PREFILL, request, **call)
         return self._appended(response)
 
     def verify(
@@ -328,7 +334,7 @@ class Cache(CacheState):
             rows=rows,
             parents=parents,
         )
-        return self._verified(token_ids, self._call(_methods.FORWARD_VERIFY, request, call))
+        return self._verified(token_ids, self._call(_methods.FORWARD_VERIFY, request, **call))
 
     def truncate(self, new_len: int, **call: Unpack[CallOptions]) -> None:
         """Truncates the cache to `new_len` tokens. `output` is invalid until the next append.
@@ -340,7 +346,7 @@ class Cache(CacheState):
         # No position when truncating to the known length, which undoes an abandoned append that was applied.
         position = None if new_len == self.seq_len else self.seq_len
         request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
-        response = self._call(_methods.TRUNCATE_KV, request, call)
+        response = self._call(_methods.TRUNCATE_KV, request, **call)
         self.seq_len = response.kv_cache.seq_len
 
     def fork(
@@ -362,13 +368,13 @@ class Cache(CacheState):
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
-        response = self._call(_methods.FORK_CACHE, request, call)
+        response = self._call(_methods.FORK_CACHE, request, **call)
         return [Cache(self._caller, copy, self.default_output) for copy in self._forked(response)]
 
     def renew(self, lease_s: float | None = None, **call: Unpack[CallOptions]) -> None:
         """Keeps the cache for `lease_s` seconds from now without use. None: restarts its lease."""
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id, lease=_calls.duration(lease_s))
-        self._call(_methods.RENEW_CACHE, request, call)
+        self._call(_methods.RENEW_CACHE, request, **call)
 
     def refresh(self, **call: Unpack[CallOptions]) -> int:
         """Takes over the length that the cache has on the server, and returns it. Its lease restarts.
@@ -377,14 +383,14 @@ class Cache(CacheState):
         object's last append.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id)
-        renewed = self._call(_methods.RENEW_CACHE, request, call)
+        renewed = self._call(_methods.RENEW_CACHE, request, **call)
         self.seq_len = renewed.kv_cache.seq_len
         return self.seq_len
 
     def release(self, **call: Unpack[CallOptions]) -> bool:
         """Releases the cache. Returns False if it did not exist any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.detach())
-        response = self._call(_methods.RELEASE_CACHE, request, call)
+        response = self._call(_methods.RELEASE_CACHE, request, **call)
         return response.released
 
     def __enter__(self) -> Self:

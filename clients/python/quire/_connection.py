@@ -66,22 +66,25 @@ def connection(
             require_target(target)
         except ValueError as error:
             raise ValueError(f"the target {target!r} is refused: {error}") from None
+    # Of several gateways one that answers no ping is left soon: the next attempt goes to another one. A
+    # single one may be paused.
+    ping_after_ms, ping_timeout_ms = (2_000, 3_000) if len(targets) > 1 else (20_000, 20_000)
     # No retry policy, because a channel cannot see which request is fenced. It still resends a request that
     # no server has received.
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", max_request_bytes),
         ("grpc.max_receive_message_length", max_response_bytes),
         ("grpc.enable_retries", int(retries)),
+        # gRPC would try again after up to two minutes only.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # Without pings a call would wait forever for a server whose host has disappeared.
+        ("grpc.keepalive_time_ms", ping_after_ms),
+        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
+        # Also while a call is quiet: otherwise, after two pings, one a minute.
+        ("grpc.http2.max_pings_without_data", 0),
     ]
-    if len(targets) > 1:
-        # One may be silent: without an answer to a ping, the next attempt goes to another gateway.
-        options += [
-            ("grpc.keepalive_time_ms", 2000),
-            ("grpc.keepalive_timeout_ms", 3000),
-            ("grpc.http2.ping_timeout_ms", 3000),
-            # Also while a call is quiet: otherwise, after two pings, one a minute.
-            ("grpc.http2.max_pings_without_data", 0),
-        ]
     credentials = tls if isinstance(tls, grpc.ChannelCredentials) else None
     if tls is True:
         tls = Tls()

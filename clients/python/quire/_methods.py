@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
-from quire.v1 import admin_pb2, executor_pb2, runner_pb2
+from quire.v1 import admin_pb2, runner_pb2
+from quire.v1 import executor_pb2 as pb
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -61,95 +62,57 @@ class Method(Generic[_Request, _Response]):
     # The name of the RPC.
     rpc: str
     # Its field in the messages of a Session. Empty: it cannot be sent on a Session.
-    field: str = ""
+    field: str
     # Whether a request is safe to retry; see the module docstring.
-    can_retry: Callable[[_Request], bool] = _never
+    can_retry: Callable[[_Request], bool]
     # The attribute of a client that has the stub of its service.
-    stub: str = "stub"
+    stub: str
 
 
-PREFILL: Method[executor_pb2.PrefillRequest, executor_pb2.PrefillResponse] = Method(
-    "Prefill", "prefill", _is_fenced
-)
-BATCH_PREFILL: Method[executor_pb2.BatchPrefillRequest, executor_pb2.BatchPrefillResponse] = Method(
-    "BatchPrefill", "batch_prefill", _all_fenced
-)
-DECODE: Method[executor_pb2.DecodeRequest, executor_pb2.DecodeResponse] = Method(
-    "Decode", "decode", _is_fenced
-)
-BATCH_DECODE: Method[executor_pb2.BatchDecodeRequest, executor_pb2.BatchDecodeResponse] = Method(
-    "BatchDecode", "batch_decode", _all_fenced
-)
-FORWARD_VERIFY: Method[executor_pb2.ForwardVerifyRequest, executor_pb2.ForwardVerifyResponse] = Method(
-    "ForwardVerify", "forward_verify", _is_fenced
-)
-FORWARD: Method[executor_pb2.ForwardRequest, executor_pb2.ForwardResponse] = Method(
-    "Forward", "forward", _always
-)
-BATCH_FORWARD: Method[executor_pb2.BatchForwardRequest, executor_pb2.BatchForwardResponse] = Method(
-    "BatchForward", "batch_forward", _always
-)
-FORK_CACHE: Method[executor_pb2.ForkCacheRequest, executor_pb2.ForkCacheResponse] = Method(
-    "ForkCache", "fork_cache", _has_request_id
-)
-FORK_CACHES: Method[executor_pb2.ForkCachesRequest, executor_pb2.ForkCachesResponse] = Method(
-    "ForkCaches", "fork_caches", _has_request_id
-)
-TRUNCATE_KV: Method[executor_pb2.TruncateKVRequest, executor_pb2.TruncateKVResponse] = Method(
-    "TruncateKV", "truncate_kv", _always
-)
-RELEASE_CACHE: Method[executor_pb2.ReleaseCacheRequest, executor_pb2.ReleaseCacheResponse] = Method(
-    "ReleaseCache", "release_cache", _always
-)
-RENEW_CACHE: Method[executor_pb2.RenewCacheRequest, executor_pb2.RenewCacheResponse] = Method(
-    "RenewCache", "renew_cache", _always
-)
-UNIFIED_FORWARD: Method[executor_pb2.UnifiedForwardRequest, executor_pb2.UnifiedForwardResponse] = Method(
-    "UnifiedForward", "unified_forward", _all_of_caches
-)
-LIST_CACHES: Method[executor_pb2.ListCachesRequest, executor_pb2.ListCachesResponse] = Method(
-    "ListCaches", can_retry=_always
-)
-GET_CAPABILITIES: Method[executor_pb2.GetCapabilitiesRequest, executor_pb2.GetCapabilitiesResponse] = Method(
-    "GetCapabilities", can_retry=_always
-)
-GET_CACHE_METRICS: Method[executor_pb2.GetCacheMetricsRequest, executor_pb2.GetCacheMetricsResponse] = Method(
-    "GetCacheMetrics", can_retry=_always
-)
-GET_LORA_METRICS: Method[executor_pb2.GetLoraMetricsRequest, executor_pb2.GetLoraMetricsResponse] = Method(
-    "GetLoraMetrics", can_retry=_always
-)
-GET_MODEL_INFO: Method[executor_pb2.GetModelInfoRequest, executor_pb2.GetModelInfoResponse] = Method(
-    "GetModelInfo", can_retry=_always
-)
-GET_STATUS: Method[executor_pb2.GetStatusRequest, executor_pb2.GetStatusResponse] = Method(
-    "GetStatus", can_retry=_always
-)
-CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExecutionResponse] = Method(
-    "CancelExecution", can_retry=_always, stub="runner_stub"
-)
-LIST_RUNTIMES: Method[runner_pb2.ListRuntimesRequest, runner_pb2.ListRuntimesResponse] = Method(
-    "ListRuntimes", can_retry=_always, stub="runner_stub"
-)
-ESTIMATE_COST: Method[runner_pb2.EstimateCostRequest, runner_pb2.EstimateCostResponse] = Method(
-    "EstimateCost", can_retry=_always, stub="runner_stub"
-)
-EMBED: Method[runner_pb2.EmbedRequest, runner_pb2.EmbedResponse] = Method(
-    "Embed", can_retry=_always, stub="runner_stub"
-)
-REBUILD_SESSION: Method[admin_pb2.RebuildSessionRequest, admin_pb2.RebuildSessionResponse] = Method(
-    "RebuildSession", stub="admin_stub"
-)
-WARMUP: Method[admin_pb2.WarmupRequest, admin_pb2.WarmupResponse] = Method(
-    "Warmup", can_retry=_always, stub="admin_stub"
-)
-DRAIN: Method[admin_pb2.DrainRequest, admin_pb2.DrainResponse] = Method("Drain", stub="admin_stub")
-SHUTDOWN: Method[admin_pb2.ShutdownRequest, admin_pb2.ShutdownResponse] = Method(
-    "Shutdown", stub="admin_stub"
-)
-UNLOAD_ADAPTER: Method[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse] = Method(
-    "UnloadAdapter", can_retry=_always, stub="admin_stub"
-)
-LIST_ADAPTERS: Method[admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse] = Method(
-    "ListAdapters", can_retry=_always, stub="admin_stub"
-)
+_STUBS = {"executor.proto": "stub", "runner.proto": "runner_stub", "admin.proto": "admin_stub"}
+_FIELDS = {
+    field.message_type: field.name for field in pb.SessionCall.DESCRIPTOR.oneofs_by_name["call"].fields
+}
+
+
+def _method(
+    request: type[_Request],
+    response: type[_Response],  # noqa: ARG001 - for types
+    can_retry: Callable[[_Request], bool] = _never,
+) -> Method[_Request, _Response]:
+    """The call whose request and response have these types, named after the call."""
+    described = request.DESCRIPTOR
+    file_name = described.file.name.rpartition("/")[2]
+    rpc = described.name.removesuffix("Request")
+    return Method(rpc, _FIELDS.get(described, ""), can_retry, _STUBS[file_name])
+
+
+PREFILL = _method(pb.PrefillRequest, pb.PrefillResponse, _is_fenced)
+BATCH_PREFILL = _method(pb.BatchPrefillRequest, pb.BatchPrefillResponse, _all_fenced)
+DECODE = _method(pb.DecodeRequest, pb.DecodeResponse, _is_fenced)
+BATCH_DECODE = _method(pb.BatchDecodeRequest, pb.BatchDecodeResponse, _all_fenced)
+FORWARD_VERIFY = _method(pb.ForwardVerifyRequest, pb.ForwardVerifyResponse, _is_fenced)
+FORWARD = _method(pb.ForwardRequest, pb.ForwardResponse, _always)
+BATCH_FORWARD = _method(pb.BatchForwardRequest, pb.BatchForwardResponse, _always)
+FORK_CACHE = _method(pb.ForkCacheRequest, pb.ForkCacheResponse, _has_request_id)
+FORK_CACHES = _method(pb.ForkCachesRequest, pb.ForkCachesResponse, _has_request_id)
+TRUNCATE_KV = _method(pb.TruncateKVRequest, pb.TruncateKVResponse, _always)
+RELEASE_CACHE = _method(pb.ReleaseCacheRequest, pb.ReleaseCacheResponse, _always)
+RENEW_CACHE = _method(pb.RenewCacheRequest, pb.RenewCacheResponse, _always)
+UNIFIED_FORWARD = _method(pb.UnifiedForwardRequest, pb.UnifiedForwardResponse, _all_of_caches)
+LIST_CACHES = _method(pb.ListCachesRequest, pb.ListCachesResponse, _always)
+GET_CAPABILITIES = _method(pb.GetCapabilitiesRequest, pb.GetCapabilitiesResponse, _always)
+GET_CACHE_METRICS = _method(pb.GetCacheMetricsRequest, pb.GetCacheMetricsResponse, _always)
+GET_LORA_METRICS = _method(pb.GetLoraMetricsRequest, pb.GetLoraMetricsResponse, _always)
+GET_MODEL_INFO = _method(pb.GetModelInfoRequest, pb.GetModelInfoResponse, _always)
+GET_STATUS = _method(pb.GetStatusRequest, pb.GetStatusResponse, _always)
+CANCEL_EXECUTION = _method(runner_pb2.CancelExecutionRequest, runner_pb2.CancelExecutionResponse, _always)
+LIST_RUNTIMES = _method(runner_pb2.ListRuntimesRequest, runner_pb2.ListRuntimesResponse, _always)
+ESTIMATE_COST = _method(runner_pb2.EstimateCostRequest, runner_pb2.EstimateCostResponse, _always)
+EMBED = _method(runner_pb2.EmbedRequest, runner_pb2.EmbedResponse, _always)
+REBUILD_SESSION = _method(admin_pb2.RebuildSessionRequest, admin_pb2.RebuildSessionResponse)
+WARMUP = _method(admin_pb2.WarmupRequest, admin_pb2.WarmupResponse, _always)
+DRAIN = _method(admin_pb2.DrainRequest, admin_pb2.DrainResponse)
+SHUTDOWN = _method(admin_pb2.ShutdownRequest, admin_pb2.ShutdownResponse)
+UNLOAD_ADAPTER = _method(admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse, _always)
+LIST_ADAPTERS = _method(admin_pb2.ListAdaptersRequest, admin_pb2.ListAdaptersResponse, _always)

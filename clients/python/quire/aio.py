@@ -156,7 +156,7 @@ class AsyncClient(AsyncCaller):
             max_calls_per_message=max_calls_per_message,
             max_request_bytes=self._max_request_bytes,
         )
-        return AsyncSession(stream, close_timeout_s, self._priority, self._execute)
+        return AsyncSession(stream, close_timeout_s, self._priority, self.execute)
 
     def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
@@ -214,10 +214,7 @@ class AsyncClient(AsyncCaller):
             proxy=self._proxies[target],
         )
 
-    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> AsyncExecution:
-        return self.execute(
-            [item], keep_s=keep_s, timeout_s=call.get("timeout_s"), priority=call.get("priority")
-        )
+    _execute = execute
 
     async def generate(
         self,
@@ -245,7 +242,7 @@ class AsyncClient(AsyncCaller):
         After a server restart an execution is unknown until a client resumes it; without that it expires.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        return (await self._call(_methods.CANCEL_EXECUTION, request, {})).cancelled
+        return (await self._call(_methods.CANCEL_EXECUTION, request)).cancelled
 
     async def load_adapter(
         self,
@@ -293,7 +290,7 @@ class AsyncClient(AsyncCaller):
         `shared` removes the one that all tenants can use, not this client's own.
         """
         request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id, shared=shared)
-        response = await self._call(_methods.UNLOAD_ADAPTER, request, call)
+        response = await self._call(_methods.UNLOAD_ADAPTER, request, **call)
         return response.unloaded
 
     async def upload_weights(self, files: WeightFiles, *, timeout_s: float | None = None) -> str:
@@ -357,7 +354,7 @@ class AsyncClient(AsyncCaller):
 
     async def list_adapters(self, **call: Unpack[CallOptions]) -> list[admin_pb2.Adapter]:
         """The adapters that this client can use, ordered by id."""
-        response = await self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest(), call)
+        response = await self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest(), **call)
         return list(response.adapters)
 
     async def list_caches(self, **call: Unpack[CallOptions]) -> list[types_pb2.KvCacheHandle]:
@@ -365,7 +362,7 @@ class AsyncClient(AsyncCaller):
         request = executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE)
         handles = list[types_pb2.KvCacheHandle]()
         while True:
-            page = await self._call(_methods.LIST_CACHES, request, call)
+            page = await self._call(_methods.LIST_CACHES, request, **call)
             handles.extend(page.kv_caches)
             if not page.next_page_token:
                 return handles
@@ -380,12 +377,12 @@ class AsyncClient(AsyncCaller):
         share steps as well, and keep the lengths of their caches.
         """
         request = executor_pb2.UnifiedForwardRequest(items=items)
-        response = await self._call(_methods.UNIFIED_FORWARD, request, call)
+        response = await self._call(_methods.UNIFIED_FORWARD, request, **call)
         return [result_of(result) for result in response.results]
 
     async def list_runtimes(self, **call: Unpack[CallOptions]) -> list[runner_pb2.Runtime]:
         """The runtimes that `execute` can use, in the order of the configuration."""
-        response = await self._call(_methods.LIST_RUNTIMES, runner_pb2.ListRuntimesRequest(), call)
+        response = await self._call(_methods.LIST_RUNTIMES, runner_pb2.ListRuntimesRequest(), **call)
         return list(response.runtimes)
 
     async def estimate_cost(
@@ -398,7 +395,7 @@ class AsyncClient(AsyncCaller):
     ) -> list[runner_pb2.CostEstimate]:
         """The maximum cost of what `execute` would do, on one runtime or, without a name, on each."""
         request = runner_pb2.EstimateCostRequest(runtime=runtime, items=items_of(items, settings))
-        response = await self._call(_methods.ESTIMATE_COST, request, {"timeout_s": timeout_s})
+        response = await self._call(_methods.ESTIMATE_COST, request, timeout_s=timeout_s)
         return list(response.estimates)
 
     async def embed(
@@ -425,7 +422,7 @@ class AsyncClient(AsyncCaller):
             adapter_id=adapter_id,
             cache_salt=cache_salt,
         )
-        response = await self._call(_methods.EMBED, request, call)
+        response = await self._call(_methods.EMBED, request, **call)
         return [list(each.values) for each in response.embeddings]
 
     async def rebuild_session(
@@ -437,12 +434,12 @@ class AsyncClient(AsyncCaller):
         """
         number = number_of("cause", admin_pb2.RebuildCause, cause)
         request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=number)
-        return (await self._call(_methods.REBUILD_SESSION, request, call)).rebuilt
+        return (await self._call(_methods.REBUILD_SESSION, request, **call)).rebuilt
 
     async def warmup(self, workers: int = 0, **call: Unpack[CallOptions]) -> int:
         """Waits until this many workers are ready; 0: all. Returns how many are."""
         request = admin_pb2.WarmupRequest(workers=workers)
-        return (await self._call(_methods.WARMUP, request, call)).workers_ready
+        return (await self._call(_methods.WARMUP, request, **call)).workers_ready
 
     async def drain(
         self, worker_id: str = "", *, grace_s: float | None = None, **call: Unpack[CallOptions]
@@ -453,14 +450,14 @@ class AsyncClient(AsyncCaller):
         never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
         """
         request = admin_pb2.DrainRequest(worker_id=worker_id, grace=_calls.duration(grace_s))
-        return list((await self._call(_methods.DRAIN, request, call)).workers)
+        return list((await self._call(_methods.DRAIN, request, **call)).workers)
 
     async def shutdown(self, *, leave_workers: bool = False, **call: Unpack[CallOptions]) -> None:
         """Stops the server gracefully, and returns at once. `leave_workers`: the next server takes them over.
 
         Requires the role `administer` if the server requires tokens. Raises QuireError.
         """
-        await self._call(_methods.SHUTDOWN, admin_pb2.ShutdownRequest(leave_workers=leave_workers), call)
+        await self._call(_methods.SHUTDOWN, admin_pb2.ShutdownRequest(leave_workers=leave_workers), **call)
 
     async def model_info(
         self,
@@ -473,7 +470,7 @@ class AsyncClient(AsyncCaller):
         request = executor_pb2.GetModelInfoRequest(
             include_tokenizer=include_tokenizer, include_chat_template=include_chat_template
         )
-        return await self._call(_methods.GET_MODEL_INFO, request, call)
+        return await self._call(_methods.GET_MODEL_INFO, request, **call)
 
     async def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer, from the server. Needs the package `tokenizers` (extra `text`).
@@ -484,23 +481,23 @@ class AsyncClient(AsyncCaller):
 
     async def capabilities(self, **call: Unpack[CallOptions]) -> executor_pb2.GetCapabilitiesResponse:
         """What the server can do, and its limits."""
-        return await self._call(_methods.GET_CAPABILITIES, executor_pb2.GetCapabilitiesRequest(), call)
+        return await self._call(_methods.GET_CAPABILITIES, executor_pb2.GetCapabilitiesRequest(), **call)
 
     async def status(self, **call: Unpack[CallOptions]) -> executor_pb2.GetStatusResponse:
         """The state of the gateway and its workers."""
-        return await self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest(), call)
+        return await self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest(), **call)
 
     async def cache_metrics(
         self, *, check_integrity: bool = False, **call: Unpack[CallOptions]
     ) -> list[executor_pb2.WorkerCacheMetrics]:
         """The KV pages of each worker. `check_integrity` also checks the invariants of every pool."""
         request = executor_pb2.GetCacheMetricsRequest(check_integrity=check_integrity)
-        return list((await self._call(_methods.GET_CACHE_METRICS, request, call)).workers)
+        return list((await self._call(_methods.GET_CACHE_METRICS, request, **call)).workers)
 
     async def lora_metrics(self, **call: Unpack[CallOptions]) -> list[executor_pb2.WorkerLoraMetrics]:
         """The use of adapters on each worker."""
         request = executor_pb2.GetLoraMetricsRequest()
-        return list((await self._call(_methods.GET_LORA_METRICS, request, call)).workers)
+        return list((await self._call(_methods.GET_LORA_METRICS, request, **call)).workers)
 
     async def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
@@ -520,12 +517,14 @@ class AsyncClient(AsyncCaller):
         self,
         method: Method[_Request, _Response],
         request: _Request,
-        call_options: CallOptions,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
     ) -> _Response:
-        _calls.set_priority(request, call_options.get("priority"), self._priority)
-        timeout_s = _calls.limit_s(call_options.get("timeout_s"), self._timeout_s)
+        _calls.set_priority(request, priority, self._priority)
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         several = len(self._stubs) > 1
-        attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
+        attempts = Attempts(method, request, limit_s, retries=self._retries, several=several)
         while True:
             target = self._gateways.target(request)
             call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
@@ -561,11 +560,11 @@ class AsyncSession(AsyncCaller):
         stream: AsyncSessionStream,
         close_timeout_s: float,
         priority: Priority | None,
-        execute: Callable[[runner_pb2.ExecuteItem, float, CallOptions], AsyncExecution],
+        execute: Callable[..., AsyncExecution],
     ) -> None:
         """Created by `AsyncClient.session`. `execute`: the client's, for streams beside this one."""
         self._stream = stream
-        self._client_execute = execute
+        self._execute = execute
         self._close_timeout_s = close_timeout_s
         self._priority = priority
         # The stream's tasks do not refer to the session, so that the stream of an unused session is
@@ -587,11 +586,13 @@ class AsyncSession(AsyncCaller):
     ) -> None:
         await self.close()
 
-    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> AsyncExecution:
-        return self._client_execute(item, keep_s, call)
-
     async def _call(
-        self, method: Method[_Request, _Response], request: _Request, call_options: CallOptions
+        self,
+        method: Method[_Request, _Response],
+        request: _Request,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
     ) -> _Response:
-        _calls.set_priority(request, call_options.get("priority"), self._priority)
-        return await self._stream.call(method, request, call_options.get("timeout_s"))
+        _calls.set_priority(request, priority, self._priority)
+        return await self._stream.call(method, request, timeout_s)

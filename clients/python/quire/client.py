@@ -156,7 +156,7 @@ class Client(Caller):
             max_calls_per_message=max_calls_per_message,
             max_request_bytes=self._max_request_bytes,
         )
-        return Session(stream, close_timeout_s, self._priority, self._execute)
+        return Session(stream, close_timeout_s, self._priority, self.execute)
 
     def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
@@ -214,10 +214,7 @@ class Client(Caller):
             proxy=self._proxies[target],
         )
 
-    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> Execution:
-        return self.execute(
-            [item], keep_s=keep_s, timeout_s=call.get("timeout_s"), priority=call.get("priority")
-        )
+    _execute = execute
 
     def generate(
         self,
@@ -245,7 +242,7 @@ class Client(Caller):
         After a server restart an execution is unknown until a client resumes it; without that it expires.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        return (self._call(_methods.CANCEL_EXECUTION, request, {})).cancelled
+        return (self._call(_methods.CANCEL_EXECUTION, request)).cancelled
 
     def load_adapter(
         self,
@@ -291,7 +288,7 @@ class Client(Caller):
         `shared` removes the one that all tenants can use, not this client's own.
         """
         request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id, shared=shared)
-        response = self._call(_methods.UNLOAD_ADAPTER, request, call)
+        response = self._call(_methods.UNLOAD_ADAPTER, request, **call)
         return response.unloaded
 
     def upload_weights(self, files: WeightFiles, *, timeout_s: float | None = None) -> str:
@@ -355,7 +352,7 @@ class Client(Caller):
 
     def list_adapters(self, **call: Unpack[CallOptions]) -> list[admin_pb2.Adapter]:
         """The adapters that this client can use, ordered by id."""
-        response = self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest(), call)
+        response = self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest(), **call)
         return list(response.adapters)
 
     def list_caches(self, **call: Unpack[CallOptions]) -> list[types_pb2.KvCacheHandle]:
@@ -363,7 +360,7 @@ class Client(Caller):
         request = executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE)
         handles = list[types_pb2.KvCacheHandle]()
         while True:
-            page = self._call(_methods.LIST_CACHES, request, call)
+            page = self._call(_methods.LIST_CACHES, request, **call)
             handles.extend(page.kv_caches)
             if not page.next_page_token:
                 return handles
@@ -378,12 +375,12 @@ class Client(Caller):
         share steps as well, and keep the lengths of their caches.
         """
         request = executor_pb2.UnifiedForwardRequest(items=items)
-        response = self._call(_methods.UNIFIED_FORWARD, request, call)
+        response = self._call(_methods.UNIFIED_FORWARD, request, **call)
         return [result_of(result) for result in response.results]
 
     def list_runtimes(self, **call: Unpack[CallOptions]) -> list[runner_pb2.Runtime]:
         """The runtimes that `execute` can use, in the order of the configuration."""
-        response = self._call(_methods.LIST_RUNTIMES, runner_pb2.ListRuntimesRequest(), call)
+        response = self._call(_methods.LIST_RUNTIMES, runner_pb2.ListRuntimesRequest(), **call)
         return list(response.runtimes)
 
     def estimate_cost(
@@ -396,7 +393,7 @@ class Client(Caller):
     ) -> list[runner_pb2.CostEstimate]:
         """The maximum cost of what `execute` would do, on one runtime or, without a name, on each."""
         request = runner_pb2.EstimateCostRequest(runtime=runtime, items=items_of(items, settings))
-        response = self._call(_methods.ESTIMATE_COST, request, {"timeout_s": timeout_s})
+        response = self._call(_methods.ESTIMATE_COST, request, timeout_s=timeout_s)
         return list(response.estimates)
 
     def embed(
@@ -423,7 +420,7 @@ class Client(Caller):
             adapter_id=adapter_id,
             cache_salt=cache_salt,
         )
-        response = self._call(_methods.EMBED, request, call)
+        response = self._call(_methods.EMBED, request, **call)
         return [list(each.values) for each in response.embeddings]
 
     def rebuild_session(
@@ -435,12 +432,12 @@ class Client(Caller):
         """
         number = number_of("cause", admin_pb2.RebuildCause, cause)
         request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=number)
-        return (self._call(_methods.REBUILD_SESSION, request, call)).rebuilt
+        return (self._call(_methods.REBUILD_SESSION, request, **call)).rebuilt
 
     def warmup(self, workers: int = 0, **call: Unpack[CallOptions]) -> int:
         """Waits until this many workers are ready; 0: all. Returns how many are."""
         request = admin_pb2.WarmupRequest(workers=workers)
-        return (self._call(_methods.WARMUP, request, call)).workers_ready
+        return (self._call(_methods.WARMUP, request, **call)).workers_ready
 
     def drain(
         self, worker_id: str = "", *, grace_s: float | None = None, **call: Unpack[CallOptions]
@@ -451,14 +448,14 @@ class Client(Caller):
         never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
         """
         request = admin_pb2.DrainRequest(worker_id=worker_id, grace=_calls.duration(grace_s))
-        return list((self._call(_methods.DRAIN, request, call)).workers)
+        return list((self._call(_methods.DRAIN, request, **call)).workers)
 
     def shutdown(self, *, leave_workers: bool = False, **call: Unpack[CallOptions]) -> None:
         """Stops the server gracefully, and returns at once. `leave_workers`: the next server takes them over.
 
         Requires the role `administer` if the server requires tokens. Raises QuireError.
         """
-        self._call(_methods.SHUTDOWN, admin_pb2.ShutdownRequest(leave_workers=leave_workers), call)
+        self._call(_methods.SHUTDOWN, admin_pb2.ShutdownRequest(leave_workers=leave_workers), **call)
 
     def model_info(
         self,
@@ -471,7 +468,7 @@ class Client(Caller):
         request = executor_pb2.GetModelInfoRequest(
             include_tokenizer=include_tokenizer, include_chat_template=include_chat_template
         )
-        return self._call(_methods.GET_MODEL_INFO, request, call)
+        return self._call(_methods.GET_MODEL_INFO, request, **call)
 
     def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer, from the server. Needs the package `tokenizers` (extra `text`).
@@ -482,23 +479,23 @@ class Client(Caller):
 
     def capabilities(self, **call: Unpack[CallOptions]) -> executor_pb2.GetCapabilitiesResponse:
         """What the server can do, and its limits."""
-        return self._call(_methods.GET_CAPABILITIES, executor_pb2.GetCapabilitiesRequest(), call)
+        return self._call(_methods.GET_CAPABILITIES, executor_pb2.GetCapabilitiesRequest(), **call)
 
     def status(self, **call: Unpack[CallOptions]) -> executor_pb2.GetStatusResponse:
         """The state of the gateway and its workers."""
-        return self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest(), call)
+        return self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest(), **call)
 
     def cache_metrics(
         self, *, check_integrity: bool = False, **call: Unpack[CallOptions]
     ) -> list[executor_pb2.WorkerCacheMetrics]:
         """The KV pages of each worker. `check_integrity` also checks the invariants of every pool."""
         request = executor_pb2.GetCacheMetricsRequest(check_integrity=check_integrity)
-        return list((self._call(_methods.GET_CACHE_METRICS, request, call)).workers)
+        return list((self._call(_methods.GET_CACHE_METRICS, request, **call)).workers)
 
     def lora_metrics(self, **call: Unpack[CallOptions]) -> list[executor_pb2.WorkerLoraMetrics]:
         """The use of adapters on each worker."""
         request = executor_pb2.GetLoraMetricsRequest()
-        return list((self._call(_methods.GET_LORA_METRICS, request, call)).workers)
+        return list((self._call(_methods.GET_LORA_METRICS, request, **call)).workers)
 
     def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
@@ -518,12 +515,14 @@ class Client(Caller):
         self,
         method: Method[_Request, _Response],
         request: _Request,
-        call_options: CallOptions,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
     ) -> _Response:
-        _calls.set_priority(request, call_options.get("priority"), self._priority)
-        timeout_s = _calls.limit_s(call_options.get("timeout_s"), self._timeout_s)
+        _calls.set_priority(request, priority, self._priority)
+        limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         several = len(self._stubs) > 1
-        attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
+        attempts = Attempts(method, request, limit_s, retries=self._retries, several=several)
         while True:
             target = self._gateways.target(request)
             call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
@@ -559,11 +558,11 @@ class Session(Caller):
         stream: SessionStream,
         close_timeout_s: float,
         priority: Priority | None,
-        execute: Callable[[runner_pb2.ExecuteItem, float, CallOptions], Execution],
+        execute: Callable[..., Execution],
     ) -> None:
         """Created by `Client.session`. `execute`: the client's, for streams beside this one."""
         self._stream = stream
-        self._client_execute = execute
+        self._execute = execute
         self._close_timeout_s = close_timeout_s
         self._priority = priority
         # The stream's threads do not refer to the session, so that the stream of an unused session is
@@ -585,11 +584,13 @@ class Session(Caller):
     ) -> None:
         self.close()
 
-    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> Execution:
-        return self._client_execute(item, keep_s, call)
-
     def _call(
-        self, method: Method[_Request, _Response], request: _Request, call_options: CallOptions
+        self,
+        method: Method[_Request, _Response],
+        request: _Request,
+        *,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
     ) -> _Response:
-        _calls.set_priority(request, call_options.get("priority"), self._priority)
-        return self._stream.call(method, request, call_options.get("timeout_s"))
+        _calls.set_priority(request, priority, self._priority)
+        return self._stream.call(method, request, timeout_s)

@@ -252,17 +252,25 @@ def _set_format(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     form = Fields(value, path)
     kind = form.raw("type")
     if kind == "json_object":
-        _set_constraint(item, path, json_schema=_ANY_OBJECT)
+        # llama.cpp has a schema here, and instructor sends it.
+        schema = form.raw("schema")
+        text = _ANY_OBJECT if schema is None else _object(schema, form.path("schema"))
+        _set_constraint(item, path, json_schema=text)
     elif kind == "json_schema":
         inner = Fields(form.raw("json_schema"), form.path("json_schema"))
-        schema = inner.raw("schema")
-        if not isinstance(schema, dict):
-            raise bad_field(inner.path("schema"), "must be an object")
-        _set_constraint(item, path, json_schema=_json(schema, path))
+        text = _object(inner.raw("schema"), inner.path("schema"))
+        _set_constraint(item, path, json_schema=text)
         inner.refuse_others({"name", "description", "strict"})
     elif kind != "text":
         raise bad_field(form.path("type"), "must be text, json_object or json_schema")
     form.refuse_others()
+
+
+def _object(value: Any, path: str) -> str:
+    """The JSON of an object."""
+    if not isinstance(value, dict):
+        raise bad_field(path, "must be an object")
+    return _json(value, path)
 
 
 def _set_constraint(item: runner_pb2.ExecuteItem, path: str, **kind: str) -> None:

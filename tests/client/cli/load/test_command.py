@@ -7,13 +7,17 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from quire.cli.load.generator import Pace, Plan
 from quire.cli.load.processes import ClientProcesses
+from quire.cli.load.workload import Lengths, Workload
 from quire.cli.main import main
 from quire.cli.terminal import CommandFailed
 
@@ -179,11 +183,15 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert says in complaint and complaint.count("\n") == 1
 
 
-async def test_a_client_process_that_fails_ends_the_run(gateway: GatewayProcess) -> None:
-    """It ends at once, although it still listens for orders."""
-    plan = SimpleNamespace(processes=1)
+async def test_a_client_process_that_is_killed_ends_the_run(gateway: GatewayProcess) -> None:
+    workload = Workload(0, Lengths(4, 4), Lengths(1000, 1000))
+    plan = Plan(workload, Pace(callers=2), 0.0, 600.0, 0.0, vocab_size=100, processes=2)
     connected = {"target": gateway.address, "tls": False}
     spec: Any = SimpleNamespace(plan=plan, connection=connected, mode="unary", timeout_s=30.0)
     async with ClientProcesses(spec, 1) as clients:
-        with pytest.raises(CommandFailed, match="client process 0 has ended"):
-            await asyncio.wait_for(clients.run(spec.plan, 0.0, asyncio.Event(), lambda _: None), 20)
+        running = asyncio.create_task(clients.run(plan, time.monotonic(), asyncio.Event()))
+        children = psutil.Process().children()
+        next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
+        with pytest.raises(CommandFailed, match="a client process has ended"):
+            await asyncio.wait_for(running, 60)
+    gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)

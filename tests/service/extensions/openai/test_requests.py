@@ -94,6 +94,8 @@ def test_any_other_value_of_what_is_not_supported_is_refused(name: str, value: A
 
 def test_response_formats() -> None:
     assert item(response_format={"type": "json_object"}).constraint.json_schema == '{"type":"object"}'
+    bare = item(response_format={"type": "json_object", "schema": {"type": "array"}})
+    assert json.loads(bare.constraint.json_schema) == {"type": "array"}
     schema = {"type": "object", "properties": {"ä": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
     assert json.loads(item(response_format=form).constraint.json_schema) == schema

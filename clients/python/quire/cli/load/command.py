@@ -23,7 +23,7 @@ from quire.cli.connecting import connected, converting_failures, when_ready
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
 from quire.cli.load.processes import ClientProcesses
-from quire.cli.load.progress import ProgressLine
+from quire.cli.load.progress import showing_progress
 from quire.cli.load.report import page
 from quire.cli.load.run_spec import RunSpec
 from quire.cli.load.server_watch import ServerWatch
@@ -114,9 +114,8 @@ async def _run(spec: RunSpec, plan: Plan, clients: ClientProcesses, stopped: asy
     pace = dataclasses.asdict(plan.pace)
     interval_s = min(1.0, max(0.1, plan.duration_s / 40))
     watch = ServerWatch(spec.connection, interval_s, time.monotonic() + _START_DELAY_S)
-    with ProgressLine(plan, pace_words(pace), watch) as line:
-        async with watch:
-            outcome = await clients.run(plan, watch.start_s, stopped, line.update)
+    async with watch, showing_progress(plan, pace_words(pace), watch):
+        outcome = await clients.run(plan, watch.start_s, stopped)
     # A run that was stopped early has a shorter window.
     end_s = plan.end_s if outcome.stopped_s is None else min(plan.end_s, outcome.stopped_s - watch.start_s)
     measured = Measured(

@@ -44,21 +44,13 @@ class Record:
 class Probe:
     """Records one request while it runs."""
 
-    __slots__ = ("_clock", "_on_tokens", "prompt", "record", "request")
+    __slots__ = ("_clock", "prompt", "record", "request")
 
-    def __init__(
-        self,
-        request: Request,
-        prompt: list[int],
-        intended_s: float,
-        clock: Clock,
-        on_tokens: Callable[[Record], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, request: Request, prompt: list[int], intended_s: float, clock: Clock) -> None:
         self.request = request
         self.prompt = prompt
         self.record = Record(request.index, request.prompt_tokens, intended_s)
         self._clock = clock
-        self._on_tokens = on_tokens
 
     def sent(self) -> None:
         """The first call is about to be made."""
@@ -66,10 +58,8 @@ class Probe:
 
     def received(self, count: int) -> None:
         """A message with `count` tokens has arrived."""
-        record = self.record
-        record.times_s.append(self._clock())
-        record.counts.append(count)
-        self._on_tokens(record)
+        self.record.times_s.append(self._clock())
+        self.record.counts.append(count)
 
     def done(self) -> None:
         """All tokens have arrived."""
