@@ -37,7 +37,10 @@ from typing import Any
 from benchmarks.checkout import ROOT, environment
 
 # What is imported before a fork. The process for gateways is without torch, as they are.
-GATEWAYS = ("quire.cli.main", "service.cli.serve", "service.extensions.gateways.process")
+GATEWAYS = (
+    *("quire.cli.main", "service.cli.serve", "service.extensions.gateways.process"),
+    "service.extensions.openai.receiving_process",
+)
 WORKERS = ("torch", "workers.executors.llm", "workers.executors.weightless", "workers.pool_member")
 _MESSAGE_BYTES = 1 << 20
 # Read when libraries are loaded: as the launcher sets it, and no threads, which a fork would lack.
@@ -71,10 +74,9 @@ def _started(*modules: str) -> str:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     path = str(Path(directory) / "socket")
     # In the place of Python for several gateways, so that they are forked, and their workers, too.
-    script = Path(path).with_name("python")
-    client = f'"{sys.executable}" -I -S "{ROOT / "tests" / "fork_client.py"}" "${_FORKED_BY}"'
-    script.write_text(f'#!/bin/sh\nexec {client} "{sys.executable}" -m tests.forks "{path}" "$@"\n')
-    script.chmod(0o700)
+    _write_script(path, "python", f'"${_FORKED_BY}" "{sys.executable}" -m tests.forks "{path}"')
+    # The same for any module.
+    _write_script(path, "forked_python", f'"{path}" "{sys.executable}"')
     code = "from tests.forks import serve; serve()"
     command = [sys.executable, "-c", code, path, ",".join(modules), _ROOM_FOR_COMMAND]
     env = environment(ROOT) | _ENVIRONMENT
@@ -84,6 +86,14 @@ def _started(*modules: str) -> str:
     assert process.stdout is not None
     assert process.stdout.readline(), "the process that forks has failed"
     return path
+
+
+def _write_script(server: str, name: str, arguments: str) -> None:
+    """Beside the socket: a program that asks a process to fork, and passes its own arguments on."""
+    script = Path(server).with_name(name)
+    client = f'"{sys.executable}" -I -S "{ROOT / "tests" / "fork_client.py"}"'
+    script.write_text(f'#!/bin/sh\nexec {client} {arguments} "$@"\n')
+    script.chmod(0o700)
 
 
 def for_others() -> dict[str, str]:
@@ -406,6 +416,7 @@ class _Child:
 def main() -> int:
     """See the module's docstring. Gateways of `quire serve --gateways N` and of a soak are `-P -m MODULE`."""
     from service.extensions.gateways import parent
+    from service.extensions.openai import receiving_process
     from service.pool import local
 
     server = sys.argv.pop(1)
@@ -430,6 +441,8 @@ def main() -> int:
 
         vars(worker)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_Child)
     vars(parent)["sys"] = SimpleNamespace(executable=str(Path(server).with_name("python")), path=sys.path)
+    forked_python = str(Path(server).with_name("forked_python"))
+    vars(receiving_process)["sys"] = SimpleNamespace(executable=forked_python)
     return quire()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from quire.v1 import admin_pb2
 from safetensors.torch import load_file, save_file
 
 from service.auth.tokens import Role, new_token
+from tests import quire_command
 from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
@@ -213,8 +213,9 @@ def test_a_trainer_that_is_silent_changes_nothing(models: list[Path], tmp_path: 
     with serving(models[0], tmp_path, "--message-timeout-s", str(SILENCE_S)) as gateway:
         before = described(gateway)
         # One vanishes in the middle of its tensors, the next before the last call, and one never comes.
-        program = [sys.executable, "-m", "tests.e2e.broadcasting_trainer", address_of(gateway)]
-        subprocess.run([*program, str(models[1] / FILE), "5"], timeout=TIMEOUT_S, check=True, cwd=ROOT)
+        arguments = (address_of(gateway), str(models[1] / FILE), "5")
+        program = quire_command.module("tests.e2e.broadcasting_trainer", *arguments)
+        subprocess.run(program, timeout=TIMEOUT_S, check=True, cwd=ROOT)
         gateway.wait_until(lambda: kept(tmp_path) == [])
         with joined(address_of(gateway)) as trainer:
             trainer.call("/start_weight_update")
@@ -329,7 +330,13 @@ def test_the_trainer_of_the_manual(tmp_path: Path) -> None:
         }.items():
             assert old in program
             program = program.replace(old, new)
+        (tmp_path / "trainer_of_the_manual.py").write_text(program)
         done = subprocess.run(
-            [sys.executable, "-c", program], timeout=TIMEOUT_S, check=False, capture_output=True, text=True
+            quire_command.module("trainer_of_the_manual"),
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            timeout=TIMEOUT_S,
+            check=False,
+            capture_output=True,
+            text=True,
         )
         assert done.stdout.strip() == described(gateway).fingerprint, done.stderr

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from tests.gpu.sizes import layers_of_each_kind, nan_kv, random_decoder, repeat_launches, sized
+from tests.gpu.sizes import ForwardsFirst, layers_of_each_kind, nan_kv, random_decoder, sized
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.instruction_sets import need_compiled
 from tests.workers.packing import HandPacker, HandSequence, Item
@@ -36,9 +36,8 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, device: torch.device) -
         decoder.pack()
     decoder.batch_invariant = True
     kv, packer = nan_kv(decoder, PAGES), HandPacker(16, range(1, PAGES))
-    runner = CudaGraphRunner(
-        decoder, kv, max_rows=MAX_ROWS, max_seq_len=4096, capture=repeat_launches if INTERPRETED else None
-    )
+    capture = ForwardsFirst(MAX_ROWS) if INTERPRETED else None
+    runner = CudaGraphRunner(decoder, kv, max_rows=MAX_ROWS, max_seq_len=4096, capture=capture)
 
     def step(items: list[Item]) -> torch.Tensor:
         inputs = packer.pack(items)

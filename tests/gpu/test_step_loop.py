@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.loop import LoopOnThread, packed_mask
-from tests.gpu.sizes import layers_of_each_kind, nan_kv, random_decoder, repeat_launches, sized
+from tests.gpu.sizes import ForwardsFirst, layers_of_each_kind, nan_kv, random_decoder, sized
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.instruction_sets import need_compiled
 from workers.executors.engine import Engine
@@ -56,7 +56,7 @@ def decoder() -> Decoder:
 def start(decoder: Decoder, *, graphs: bool = True) -> LoopOnThread:
     """With pages of its own."""
     kv = nan_kv(decoder, PAGES)
-    capture = repeat_launches if INTERPRETED else None
+    capture = ForwardsFirst(CALLERS) if INTERPRETED else None
     runner = CudaGraphRunner(
         decoder, kv, max_rows=CALLERS, max_seq_len=MAX_TOKENS, graphs=graphs, capture=capture
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.sizes import repeat_launches
+from tests.gpu.sizes import ForwardsFirst
 from tests.kernels import conftest
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.device_sampling import Columns
@@ -101,7 +101,7 @@ class Runners:
             make_kv("cpu"),
             max_rows=MAX_ROWS,
             max_seq_len=256,
-            capture=repeat_launches,
+            capture=ForwardsFirst(MAX_ROWS),
             queue=queue,
         )
         self.alone = EagerRunner(decoder, make_kv("cpu"))

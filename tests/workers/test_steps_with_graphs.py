@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from tests.gpu.sizes import repeat_launches
+from tests.gpu.sizes import ForwardsFirst
 from tests.workers import stepping, test_adjusted_rows
 from tests.workers.test_adjusted_rows import KINDS, PAGES
 from workers.decodes import NO_DECODES, Decodes
@@ -214,7 +214,7 @@ def test_each_text_has_the_tokens_and_bits_that_it_has_alone(
     torch.set_num_threads(1)
     queue = WorkingQueue() if is_late else None
     graph = CudaGraphRunner(
-        decoder, make_kv("cpu"), max_rows=8, max_seq_len=256, capture=repeat_launches, queue=queue
+        decoder, make_kv("cpu"), max_rows=8, max_seq_len=256, capture=ForwardsFirst(8), queue=queue
     )
     worker = worker_of(graph, ahead=True)
     graph._kv, graph._eager = worker.engine.kv, BehindTheQueue(decoder, worker.engine.kv)

@@ -1,10 +1,10 @@
 """Makes Triton's interpreter faster, without another result: what it repeats for each call is done once.
 
-For each call of a function in a kernel, `tl.sum` for one, it looks through all attributes of Triton's
-language for those that it has to replace, and finds that it has done so: two fifths of the time of these
-tests. For each operation it makes a dictionary of all types. For each value it makes its shape anew, with an
-object for each size. And for each sum, difference and product of integers it computes whether that overflows,
-but uses that in debug mode only.
+For each launch, and for each call of a function in a kernel, `tl.sum` for one, it looks through all
+attributes of Triton's language for those that it has to replace: half of the time of these tests. In a
+process that interprets, nothing else needs them as they were. For each operation it makes a dictionary of all
+types. For each value it makes its shape anew, with an object for each size. And for each sum, difference and
+product of integers it computes whether that overflows, but uses that in debug mode only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from triton.runtime import interpreter
 
 
 def _replaced_once(replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Of `_patch_lang`: once in a launch for each module of the language that functions use."""
+    """Of `_patch_lang`: once and for good for each module of the language that functions use."""
     done: set[tuple[int, ...]] = set()
-    launch = interpreter.GridExecutor.__call__
 
     @functools.cache
     def languages(function: Any) -> tuple[int, ...]:
@@ -31,21 +30,12 @@ def _replaced_once(replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def replace_once(function: Any) -> Any:
         used = languages(function)
-        if used in done:
-            # What undoes it at the end of a launch, with nothing to undo. Some versions undo nothing.
-            return getattr(interpreter, "_LangPatchScope", object)()
-        done.add(used)
-        return replace(function)
+        if used not in done:
+            done.add(used)
+            replace(function)
+        # What undoes it at the end of a launch, with nothing to undo. Some versions undo nothing.
+        return getattr(interpreter, "_LangPatchScope", object)()
 
-    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # At its end all is as before.
-        done.clear()
-        try:
-            return launch(self, *args, **kwargs)
-        finally:
-            done.clear()
-
-    interpreter.GridExecutor.__call__ = launch_anew
     return replace_once
 
 

@@ -64,11 +64,13 @@ def test_products(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
-def test_products_with_parts(dtype: torch.dtype, device: str) -> None:
+def test_products_with_parts(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many rows that a program sums all parts of the inputs, and so few that each sums one."""
+    # As of a small GPU, for which few rows are many.
+    monkeypatch.setattr("kernels.cuda.linear.PROGRAMS", 16)
     half = 330
-    x = cancelling(randn(330, half, dtype=dtype, device=device))
-    weight = randn(1408, half, dtype=dtype, device=device).repeat(1, 2)
+    x = cancelling(randn(140, half, dtype=dtype, device=device))
+    weight = randn(300, half, dtype=dtype, device=device).repeat(1, 2)
     together = linear(x, weight, None)
     assert splits_for(dtype, len(weight), 2 * half) == 2
     for rows in ([7], [130, 64, 65], list(range(70, 5, -1))):

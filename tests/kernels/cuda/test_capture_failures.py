@@ -28,7 +28,7 @@ from workers.sampling import SamplingRow
 
 decoder = test_decode_runner.decoder
 
-MAX_ROWS = 6
+MAX_ROWS = 4
 BUCKETS = len(buckets_up_to(MAX_ROWS))
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nof many")
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.sizes import repeat_launches
+from tests.gpu.sizes import ForwardsFirst
 from tests.kernels.conftest import SELDOM
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.workers.packing import HandPacker, HandSequence, Item
@@ -138,14 +138,14 @@ class Twins:
         self,
         decoder: Decoder,
         device: str,
-        max_rows: int = 6,
+        max_rows: int = 4,
         capture: Capture | None = None,
         queue: DeviceQueue | None = None,
         *,
         graphs: bool = True,
     ) -> None:
         if graphs:
-            capture = capture or (repeat_launches if device == "cpu" else None)
+            capture = capture or (ForwardsFirst(max_rows) if device == "cpu" else None)
         kvs = make_kv(device), make_kv(device)
         self.graph = CudaGraphRunner(
             decoder, kvs[0], max_rows=max_rows, max_seq_len=256, graphs=graphs, capture=capture, queue=queue
@@ -206,7 +206,7 @@ def test_buckets() -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SELDOM) for seed in (1, 2))])
 def test_any_schedule_of_decodes_prefills_and_settings(decoder: Decoder, device: str, seed: int) -> None:
     random_ = random.Random(seed)
-    twins = Twins(decoder, device)
+    twins = Twins(decoder, device, max_rows=6)
     sequences = [HandSequence() for _ in range(8)]
     tokens = [random_.randrange(VOCAB) for _ in sequences]
     prompts = [[random_.randrange(VOCAB) for _ in range(random_.randint(1, 40))] for _ in sequences]

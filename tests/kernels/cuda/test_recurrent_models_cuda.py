@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels import gpu_format
-from tests.gpu.sizes import FirstTiles, repeat_launches
+from tests.gpu.sizes import FirstTiles, ForwardsFirst
 from tests.kernels.conftest import INTERPRETED
 from tests.recurrent import RECURRENT
 from tests.tiny_types import tiny_model
@@ -24,8 +25,13 @@ from workers.runners.cuda_graph import CudaGraphRunner
 from workers.sampling import SamplingRow
 
 torch.set_num_threads(1)
-# A convolution, the gated delta rule, and Mamba 2 beside attention; others take the same ways.
-ALWAYS = ("lfm2", "qwen3_next", "falcon_h1")
+# A convolution, the gated delta rule, and Mamba 2 beside attention; others take the same ways. Layers of the
+# same kinds are few, since each program takes milliseconds in the interpreter; lfm2 has two with states.
+ALWAYS: dict[str, dict[str, Any]] = {
+    "lfm2": {},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    "falcon_h1": {"num_hidden_layers": 1},
+}
 # Heads of attention for which there are kernels. Those of Mamba 2 alone are not of attention.
 SIZES = {name: {} if name == "mamba2" else {"head_dim": 64} for name in RECURRENT}
 # Of each step: how many tokens of each text. Chunks, then decodes of three texts, padded to four, and of one.
@@ -56,13 +62,14 @@ def decoder_on(device: str, directory: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_logits_are_those_of_transformers(
     model_type: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = make_library_model(tiny_model(model_type, **RECURRENT[model_type] | SIZES[model_type]))
+    settings = RECURRENT[model_type] | SIZES[model_type] | ALWAYS.get(model_type, {})
+    library = make_library_model(tiny_model(model_type, **settings))
     texts = random_texts(5, LENGTHS)
     expected = [library.plain_logits(torch.tensor(text)) for text in texts]
     library.module.save_pretrained(tmp_path)
     decoder = decoder_on(device, tmp_path, monkeypatch)
     kv = poisoned_pages(decoder)
-    capture = repeat_launches if INTERPRETED else None
+    capture = ForwardsFirst(4) if INTERPRETED else None
     runner = CudaGraphRunner(decoder, kv, max_rows=4, max_seq_len=64, capture=capture)
     packer, sequences, earlier = new_packer(1), [HandSequence() for _ in texts], FROM_START
     for number, counts in enumerate(STEPS):
