@@ -103,7 +103,8 @@ SERVICE_LAYERS = (
         "turns",
     },
     {"config", "extensions.http", "fair_queue", "journal"},
-    {"caches", "durable_file", "handshakes", "settings", "uploads"},
+    {"caches", "handshakes", "settings", "uploads"},
+    {"durable_file"},
     {"errors", "logging", "setting_rules"},
     {
         "completion", "lease", "listening", "memory", "model_names", "outbound", "printable", "running_clock",
