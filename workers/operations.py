@@ -1,6 +1,6 @@
-"""The commands of a worker and their results: plain data without protobuf or torch.
+"""Forwards, and the results of all commands: plain data without protobuf or torch.
 
-`wire.py` converts messages to these and back.
+`wire.py` converts messages to these and back. Other commands are carried out as they come (`other_commands`).
 """
 
 from __future__ import annotations
@@ -249,65 +249,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
-    """Make `children` that share the pages of `sequence`."""
-
-    op_id: int
-    sequence: int
-    children: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """Cut `sequence` to `new_len` tokens and free its pages."""
-
-    op_id: int
-    sequence: int
-    new_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Remove sequences. Unknown ones are ignored."""
-
-    op_id: int
-    sequences: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Drop an unfinished forward and roll back its sequence. That forward gets no answer."""
-
-    op_id: int
-    target_op_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckIntegrity:
-    """Answer once the commands before it are done. With `check_pages`, also check the pool's invariants."""
-
-    op_id: int
-    check_pages: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The gateway's state of a sequence: its length, and the digest of tokens and salt (`adoption`)."""
-
-    sequence: int
-    length: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """Truncate each claimed sequence, and release those with other tokens and those not claimed."""
-
-    op_id: int
-    claims: Sequence[Claim]
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterSource:
     """An adapter that forwards can name: a directory, and the digest of what its files contain."""
 
@@ -316,40 +257,6 @@ class AdapterSource:
     # See `content_digest` in workers/common/adapter_files.py. Empty: whatever they contain.
     digest: str = ""
     pinned: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeAdapters:
-    """Change which adapters forwards can name; see AdapterCommand in worker.proto."""
-
-    op_id: int
-    added: Sequence[AdapterSource] = ()
-    removed: Sequence[int] = ()
-    load: bool = False
-    all: bool = False
-
-
-class ReplaceStep(enum.Enum):
-    """The steps of a replacement of weights; see ReplaceWeightsCommand in worker.proto."""
-
-    READ = enum.auto()
-    APPLY = enum.auto()
-    DISCARD = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaceWeights:
-    """One step of a replacement of weights. `directory`: for READ. `keeps_sequences`: for APPLY."""
-
-    op_id: int
-    step: ReplaceStep
-    directory: str = ""
-    keeps_sequences: bool = False
-
-
-Command = (
-    Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt | ChangeAdapters | ReplaceWeights
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +333,7 @@ class HeldSequences:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The answer to `Adopt`: the sequences that were kept."""
+    """The answer to an AdoptCommand: the sequences that were kept."""
 
     op_id: int
     kept: Sequence[int]
@@ -434,7 +341,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """The answer to a `ChangeAdapters` with `load`."""
+    """The answer to an AdapterCommand with `load`."""
 
     op_id: int
     rank: int
@@ -443,7 +350,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRead:
-    """The answer to READ: the model that the weights make."""
+    """The answer to weights that were read: the model that they make."""
 
     op_id: int
     # A ModelDescription.

@@ -20,26 +20,14 @@ from workers.kv.table import PoolUsage
 from workers.kv_disk import DiskUsage
 from workers.models.text import ModelText
 from workers.operations import (
-    Abort,
     AdapterLoaded,
-    AdapterSource,
-    Adopt,
     Adopted,
-    ChangeAdapters,
-    CheckIntegrity,
-    Claim,
-    Command,
     Done,
     Failed,
     FailureReason,
-    Fork,
     Forward,
     Kind,
     Priority,
-    Release,
-    ReplaceStep,
-    ReplaceWeights,
-    Truncate,
     WeightsRead,
 )
 from workers.outputs import DataType, OutputSpec, RowOutput
@@ -71,39 +59,21 @@ _REASONS = {
 }
 
 
-def to_command(  # noqa: PLR0911 - one for each command
+def to_command(
     message: worker_pb2.WorkerCommand, sizes: ModelSizes = UNKNOWN_SIZES
-) -> Command:
-    """Decodes a command. The server itself handles snapshots that are not ordered.
+) -> Forward | worker_pb2.WorkerCommand:
+    """Decodes a forward. Other commands are carried out as they come.
 
     Raises ValueError for an unknown command, for a mask of more tokens than the vocabulary has (without
     decoding it), for hidden states of other layers, and for given experts that are not of the model's shape.
     """
-    op_id = message.op_id
     match message.WhichOneof("command"):
         case "forward":
-            return _to_forward(op_id, message.forward, sizes)
-        case "fork":
-            return Fork(op_id, message.fork.sequence, tuple(message.fork.children))
-        case "truncate":
-            return Truncate(op_id, message.truncate.sequence, message.truncate.new_len)
-        case "release":
-            return Release(op_id, tuple(message.release.sequences))
-        case "abort":
-            return Abort(op_id, message.abort.target_op_id)
-        case "snapshot":
-            return CheckIntegrity(op_id, message.snapshot.check_integrity)
-        case "adopt":
-            items = message.adopt.items
-            return Adopt(op_id, [Claim(item.sequence, item.length, item.digest) for item in items])
-        case "adapter":
-            return _to_change(op_id, message.adapter)
-        case "replace_weights":
-            replace = message.replace_weights
-            step = ReplaceStep[str(replace.WhichOneof("step")).upper()]
-            return ReplaceWeights(op_id, step, replace.read, replace.keep_sequences)
-        case kind:
-            raise ValueError(f"unknown command {kind}")
+            return _to_forward(message.op_id, message.forward, sizes)
+        case None:
+            raise ValueError("unknown command")
+        case _:
+            return message
 
 
 def to_decodes(
@@ -190,17 +160,6 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, sizes: ModelSize
         prelaunch=message.prelaunch,
         **options,
     )
-
-
-def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters:
-    """Raises ValueError if not one adapter is to be loaded now."""
-    if message.load and len(message.added) != 1:
-        raise ValueError(f"{len(message.added)} adapters to load")
-    added = [
-        AdapterSource(source.adapter, source.directory, source.digest, source.pinned)
-        for source in message.added
-    ]
-    return ChangeAdapters(op_id, added, list(message.removed), message.load, message.all)
 
 
 def to_event(  # noqa: PLR0911 - one for each result
@@ -315,13 +274,7 @@ def to_ready(
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,
         executor=types_pb2.ExecutorCapabilities(
-            **_fields(capabilities),
-            supports_verify=True,
-            supports_fork=True,
-            supports_sampling=True,
-            supports_prefix_reuse=True,
-            max_batch_tokens=max_batch_tokens,
-            max_batch_items=max_batch_items,
+            **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
         ),
         pages_total=pool.pages_total,
         holdings=[worker_pb2.Holding(sequence=number, length=length) for number, length in holdings],

@@ -10,27 +10,21 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.commands import Abort, Adopt, ChangeAdapters, Claim, Command, Fork, Release
 from tests.workers.adapted_steps import LONGEST_TOKENS, Adapted, Worker
 from tests.workers.adapter_invariants import check_adapters
 from workers.adoption import token_digest
 from workers.kv.shared_list import TokenList
 from workers.operations import (
-    Abort,
     AdapterLoaded,
     AdapterSource,
-    Adopt,
     Adopted,
-    ChangeAdapters,
-    Claim,
-    Command,
     Done,
     Failed,
     FailureReason,
-    Fork,
     Forward,
     HeldSequences,
     Kind,
-    Release,
     Reset,
     Result,
 )
@@ -236,7 +230,8 @@ class Callers:
         for text in self.texts.values():
             held = TokenList()
             held.extend(text.tokens)
-            claims.append(Claim(text.number, len(held), token_digest(held.as_array(), text.salt)))
+            digest = token_digest(held.as_array(), text.salt)
+            claims.append(Claim(sequence=text.number, length=len(held), digest=digest))
         self._adopting = set(self.texts)
         sources = ChangeAdapters(self._id(), [*self._sources.values()], all=True)
         self._commands += [Reset(1), Adopt(self._id(), claims), sources]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.commands import ChangeAdapters
 from tests.workers.adapter_invariants import check_adapters
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
@@ -16,7 +17,6 @@ from workers.operations import (
     AdapterLoaded,
     AdapterRead,
     AdapterSource,
-    ChangeAdapters,
     Done,
     Failed,
     FailureReason,
@@ -92,7 +92,7 @@ class Bench:
 
     def change(self, *added: AdapterSource, load: bool = False, removed: tuple[int, ...] = ()) -> int:
         op_id = self.op_id()
-        self.table.change(ChangeAdapters(op_id, added, removed, load))
+        self.table.change(op_id, ChangeAdapters(op_id, added, removed, load=load).adapter)
         return op_id
 
     def forward(self, adapter: int, kind: Kind = Kind.PREFILL) -> Forward:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.commands import ChangeAdapters, CheckIntegrity, Command, Release, Truncate
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_adapter_table import FakeModel
@@ -19,21 +20,7 @@ from workers.adapters.table import AdapterTable
 from workers.decodes import Column, Decodes
 from workers.kv import integrity
 from workers.kv.page_pool import IntegrityError
-from workers.operations import (
-    AdapterSource,
-    ChangeAdapters,
-    CheckIntegrity,
-    Command,
-    Done,
-    Failed,
-    FailureReason,
-    Forward,
-    Kind,
-    Release,
-    Reset,
-    Result,
-    Truncate,
-)
+from workers.operations import AdapterSource, Done, Failed, FailureReason, Forward, Kind, Reset, Result
 from workers.outputs import GREEDY
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError

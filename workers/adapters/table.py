@@ -23,12 +23,12 @@ import numpy as np
 
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import KnownAdapter, LoadedAdapter, LoraAdapterMetrics, ResidentAdapters, Slots
+from workers.common.worker_pb2 import AdapterCommand
 from workers.decodes import Column, Decodes, Mask
 from workers.operations import (
     AdapterLoaded,
     AdapterRead,
     AdapterSource,
-    ChangeAdapters,
     Done,
     Failed,
     FailureReason,
@@ -98,14 +98,20 @@ class AdapterTable(Generic[_Weights]):
 
     # Commands.
 
-    def change(self, command: ChangeAdapters) -> None:
-        """Adds and removes known adapters. `advance` returns the answer."""
+    def change(self, op_id: int, command: AdapterCommand) -> None:
+        """Adds and removes known adapters. `advance` returns the answer.
+
+        Raises ValueError if not one adapter is to be loaded now.
+        """
+        added = [AdapterSource(one.adapter, one.directory, one.digest, one.pinned) for one in command.added]
+        if command.load and len(added) != 1:
+            raise ValueError(f"{len(added)} adapters to load")
         removed = set(command.removed)
         if command.all:
-            removed |= self._known.keys() - {source.number for source in command.added}
+            removed |= self._known.keys() - {source.number for source in added}
         for number in removed:
             self._forget(number)
-        for source in command.added:
+        for source in added:
             known = self._known.get(source.number)
             if known is not None and _has_files_of(known, source):
                 known.source = source
@@ -115,11 +121,10 @@ class AdapterTable(Generic[_Weights]):
             self._forget(source.number)
             self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(source.number))
         if not command.load:
-            self._results.append(Done(command.op_id))
+            self._results.append(Done(op_id))
             return
-        (source,) = command.added
-        known = self._known[source.number]
-        known.commands.append(command.op_id)
+        known = self._known[added[0].number]
+        known.commands.append(op_id)
         if known.slot >= 0:
             self._answer(known)
         else:
