@@ -1,4 +1,4 @@
-"""Commands of a worker as a gateway sends them, by the names of their messages."""
+"""Commands of a worker as a gateway sends them, by the names of their messages; and an answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from workers.common.worker_pb2 import (
     AbortCommand,
     AdapterCommand,
     AdoptCommand,
+    ControlDone,
     ForkCommand,
     ReleaseCommand,
     ReplaceWeightsCommand,
     SnapshotCommand,
     TruncateCommand,
     WorkerCommand,
+    WorkerEvent,
 )
 from workers.common.worker_pb2 import AdapterSource as SourceMessage
 from workers.operations import AdapterSource, Forward
@@ -72,3 +74,8 @@ def ApplyWeights(op_id: int) -> WorkerCommand:
 
 def DiscardWeights(op_id: int) -> WorkerCommand:
     return WorkerCommand(op_id=op_id, replace_weights=ReplaceWeightsCommand(discard={}))
+
+
+def carried_out(op_id: int) -> WorkerEvent:
+    """The answer to most commands."""
+    return WorkerEvent(op_id=op_id, done=ControlDone())

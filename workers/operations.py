@@ -1,4 +1,4 @@
-"""Forwards, and the results of all commands: plain data without protobuf or torch.
+"""Forwards, and the results of all commands: data without torch.
 
 `wire.py` converts messages to these and back. Other commands are carried out as they come (`other_commands`).
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workers.common.worker_pb2 import WorkerEvent
 from workers.outputs import GREEDY, OutputSpec, RowChoice, RowOutput
 
 if TYPE_CHECKING:
@@ -298,13 +299,6 @@ class FailureReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A command other than a forward was carried out."""
-
-    op_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """A command failed. `detail` is for logs, never for clients, except with ADAPTER."""
 
@@ -317,7 +311,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """The answer to `CheckIntegrity`. `intact` is None if no page was checked."""
+    """The answer to an ordered snapshot. `intact` is None if no page was checked."""
 
     op_id: int
     intact: bool | None
@@ -332,23 +326,6 @@ class HeldSequences:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
-    """The answer to an AdoptCommand: the sequences that were kept."""
-
-    op_id: int
-    kept: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLoaded:
-    """The answer to an AdapterCommand with `load`."""
-
-    op_id: int
-    rank: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsRead:
     """The answer to weights that were read: the model that they make."""
 
@@ -357,7 +334,5 @@ class WeightsRead:
     model: Any
 
 
-# A complete forward is its own result.
-Result = (
-    Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded | WeightsRead
-)  # fmt: skip
+# A complete forward is its own result. Those that nothing has to be looked up for are events already.
+Result = Forward | WorkerEvent | Failed | IntegrityReport | HeldSequences | WeightsRead

@@ -10,7 +10,7 @@ from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.answers import Answers
 from workers.coalescing import CoalescingWindow
-from workers.common.worker_pb2 import ReplaceWeightsCommand, WorkerCommand
+from workers.common.worker_pb2 import ControlDone, ReplaceWeightsCommand, WorkerCommand, WorkerEvent
 from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -21,7 +21,6 @@ from workers.logging import get_logger
 from workers.models.errors import ModelError
 from workers.operations import (
     AdapterRead,
-    Done,
     IntegrityReport,
     ReplacementRead,
     Reset,
@@ -82,7 +81,7 @@ class OtherCommands:
         match command.WhichOneof("command"):
             case "fork" | "truncate" | "release":
                 self._change(command)
-                results.append(Done(op_id))
+                results.append(WorkerEvent(op_id=op_id, done=ControlDone()))
             case "abort":
                 self._abort(command.abort.target_op_id)
             case "snapshot" if command.snapshot.check_integrity:

@@ -20,9 +20,6 @@ from workers.kv.table import PoolUsage
 from workers.kv_disk import DiskUsage
 from workers.models.text import ModelText
 from workers.operations import (
-    AdapterLoaded,
-    Adopted,
-    Done,
     Failed,
     FailureReason,
     Forward,
@@ -162,24 +159,19 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, sizes: ModelSize
     )
 
 
-def to_event(  # noqa: PLR0911 - one for each result
-    result: Forward | Decodes | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
+def to_event(
+    result: Forward | Decodes | worker_pb2.WorkerEvent | Failed | WeightsRead,
 ) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
+        case worker_pb2.WorkerEvent():
+            return result
         case Decodes():
             rows = np.ascontiguousarray(result.columns[_DONE].T, "<i8").tobytes()
             outputs = map(_row, result.row_outputs or ())
             return worker_pb2.WorkerEvent(decodes=worker_pb2.DecodesDone(rows=rows, outputs=outputs))
         case Forward():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
-        case Done():
-            return worker_pb2.WorkerEvent(op_id=result.op_id, done=worker_pb2.ControlDone())
-        case Adopted():
-            return worker_pb2.WorkerEvent(op_id=result.op_id, adopted=worker_pb2.Adopted(kept=result.kept))
-        case AdapterLoaded():
-            loaded = worker_pb2.AdapterLoaded(rank=result.rank, size_bytes=result.size_bytes)
-            return worker_pb2.WorkerEvent(op_id=result.op_id, adapter_loaded=loaded)
         case WeightsRead():
             read = worker_pb2.WeightsRead(model=_description(result.model))
             return worker_pb2.WorkerEvent(op_id=result.op_id, weights_read=read)

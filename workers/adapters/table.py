@@ -23,13 +23,11 @@ import numpy as np
 
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import KnownAdapter, LoadedAdapter, LoraAdapterMetrics, ResidentAdapters, Slots
-from workers.common.worker_pb2 import AdapterCommand
+from workers.common.worker_pb2 import AdapterCommand, AdapterLoaded, ControlDone, WorkerEvent
 from workers.decodes import Column, Decodes, Mask
 from workers.operations import (
-    AdapterLoaded,
     AdapterRead,
     AdapterSource,
-    Done,
     Failed,
     FailureReason,
     Forward,
@@ -71,7 +69,7 @@ class AdapterTable(Generic[_Weights]):
         self._waiting: deque[Forward] = deque()
         # Whether waiting forwards have to be looked at.
         self._has_changed = False
-        self._results: list[Done | Failed | AdapterLoaded] = []
+        self._results: list[WorkerEvent | Failed] = []
 
     def __len__(self) -> int:
         """The number of forwards that wait."""
@@ -121,7 +119,7 @@ class AdapterTable(Generic[_Weights]):
             self._forget(source.number)
             self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(source.number))
         if not command.load:
-            self._results.append(Done(op_id))
+            self._results.append(WorkerEvent(op_id=op_id, done=ControlDone()))
             return
         known = self._known[added[0].number]
         known.commands.append(op_id)
@@ -198,7 +196,7 @@ class AdapterTable(Generic[_Weights]):
 
     def advance(
         self, in_use: Callable[[], Collection[int]]
-    ) -> tuple[list[Forward], list[Done | Failed | AdapterLoaded]]:
+    ) -> tuple[list[Forward], list[WorkerEvent | Failed]]:
         """Makes room for an adapter that was read. Returns forwards that can run now, and answers.
 
         `in_use`: the adapters of forwards that are scheduled; called only if it matters.
@@ -317,8 +315,8 @@ class AdapterTable(Generic[_Weights]):
     # Answers.
 
     def _answer(self, known: KnownAdapter[_Weights]) -> None:
-        found = known.metrics
-        self._results += [AdapterLoaded(op_id, found.rank, found.size_bytes) for op_id in known.commands]
+        loaded = AdapterLoaded(rank=known.metrics.rank, size_bytes=known.metrics.size_bytes)
+        self._results += [WorkerEvent(op_id=op_id, adapter_loaded=loaded) for op_id in known.commands]
         known.commands = []
 
     def _fail(self, known: KnownAdapter[_Weights], why: str) -> None:
