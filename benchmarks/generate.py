@@ -34,8 +34,9 @@ from benchmarks.shapes import SHAPES
 from benchmarks.weights import make_model
 from workers.common.machine_limits import threads_of
 from workers.common.switching import switch_often
+from workers.common.worker_pb2 import ReleaseCommand, WorkerCommand
 from workers.decodes import Column, Decodes
-from workers.operations import Forward, Kind, Release, Result
+from workers.operations import Forward, Kind, Result
 from workers.process import LEAST_PARAMETERS_PER_THREAD
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -103,7 +104,8 @@ class StepLoopAlone:
         self._sequence += 1
         self._request(Kind.PREFILL, 0, prompt)
         ended_s = self._ended.get()
-        self._loop.submit([Release(1, [self._sequence])])
+        release = ReleaseCommand(sequences=[self._sequence])
+        self._loop.submit([WorkerCommand(op_id=1, release=release)])
         return ended_s - self._began_s, self._tokens
 
     def _request(self, kind: Kind, position: int, token_ids: Sequence[int]) -> None:

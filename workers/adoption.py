@@ -10,9 +10,10 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.common.worker_pb2 import AdoptCommand, Adopted, WorkerEvent
 from workers.executors.engine import Engine
 from workers.given_experts import given_salt
-from workers.operations import Adopt, Adopted, HeldSequences
+from workers.operations import HeldSequences
 
 # A longer list would need messages of tens of megabytes. The KV of further sequences is recomputed on demand.
 MAX_HELD_SEQUENCES = 65_536
@@ -27,9 +28,9 @@ def report_sequences(engine: Engine, stream: int) -> HeldSequences:
     return HeldSequences(stream, held[:MAX_HELD_SEQUENCES])
 
 
-def keep_confirmed(engine: Engine, command: Adopt) -> Adopted:
+def keep_confirmed(engine: Engine, op_id: int, command: AdoptCommand) -> WorkerEvent:
     """Truncate each claimed sequence to the claimed length, and release all others."""
-    claims = {claim.sequence: claim for claim in command.claims}
+    claims = {claim.sequence: claim for claim in command.items}
     kept = []
     for sequence in list(engine.kv_table):
         claim = claims.get(sequence.key)
@@ -40,7 +41,7 @@ def keep_confirmed(engine: Engine, command: Adopt) -> Adopted:
                 kept.append(sequence.key)
                 continue
         engine.release(sequence.key)
-    return Adopted(command.op_id, kept)
+    return WorkerEvent(op_id=op_id, adopted=Adopted(kept=kept))
 
 
 def token_digest(token_ids: NDArray[np.uint32], salt: bytes = b"") -> bytes:

@@ -1,6 +1,6 @@
-"""The commands of a worker and their results: plain data without protobuf or torch.
+"""Forwards, and the results of all commands: data without torch.
 
-`wire.py` converts messages to these and back.
+`wire.py` converts messages to these and back. Other commands are carried out as they come (`other_commands`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workers.common.worker_pb2 import WorkerEvent
 from workers.outputs import GREEDY, OutputSpec, RowChoice, RowOutput
 
 if TYPE_CHECKING:
@@ -249,65 +250,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
-    """Make `children` that share the pages of `sequence`."""
-
-    op_id: int
-    sequence: int
-    children: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """Cut `sequence` to `new_len` tokens and free its pages."""
-
-    op_id: int
-    sequence: int
-    new_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Remove sequences. Unknown ones are ignored."""
-
-    op_id: int
-    sequences: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Drop an unfinished forward and roll back its sequence. That forward gets no answer."""
-
-    op_id: int
-    target_op_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckIntegrity:
-    """Answer once the commands before it are done. With `check_pages`, also check the pool's invariants."""
-
-    op_id: int
-    check_pages: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The gateway's state of a sequence: its length, and the digest of tokens and salt (`adoption`)."""
-
-    sequence: int
-    length: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """Truncate each claimed sequence, and release those with other tokens and those not claimed."""
-
-    op_id: int
-    claims: Sequence[Claim]
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterSource:
     """An adapter that forwards can name: a directory, and the digest of what its files contain."""
 
@@ -316,40 +258,6 @@ class AdapterSource:
     # See `content_digest` in workers/common/adapter_files.py. Empty: whatever they contain.
     digest: str = ""
     pinned: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeAdapters:
-    """Change which adapters forwards can name; see AdapterCommand in worker.proto."""
-
-    op_id: int
-    added: Sequence[AdapterSource] = ()
-    removed: Sequence[int] = ()
-    load: bool = False
-    all: bool = False
-
-
-class ReplaceStep(enum.Enum):
-    """The steps of a replacement of weights; see ReplaceWeightsCommand in worker.proto."""
-
-    READ = enum.auto()
-    APPLY = enum.auto()
-    DISCARD = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaceWeights:
-    """One step of a replacement of weights. `directory`: for READ. `keeps_sequences`: for APPLY."""
-
-    op_id: int
-    step: ReplaceStep
-    directory: str = ""
-    keeps_sequences: bool = False
-
-
-Command = (
-    Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt | ChangeAdapters | ReplaceWeights
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,13 +299,6 @@ class FailureReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A command other than a forward was carried out."""
-
-    op_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """A command failed. `detail` is for logs, never for clients, except with ADAPTER."""
 
@@ -410,7 +311,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """The answer to `CheckIntegrity`. `intact` is None if no page was checked."""
+    """The answer to an ordered snapshot. `intact` is None if no page was checked."""
 
     op_id: int
     intact: bool | None
@@ -425,32 +326,13 @@ class HeldSequences:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
-    """The answer to `Adopt`: the sequences that were kept."""
-
-    op_id: int
-    kept: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLoaded:
-    """The answer to a `ChangeAdapters` with `load`."""
-
-    op_id: int
-    rank: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsRead:
-    """The answer to READ: the model that the weights make."""
+    """The answer to weights that were read: the model that they make."""
 
     op_id: int
     # A ModelDescription.
     model: Any
 
 
-# A complete forward is its own result.
-Result = (
-    Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded | WeightsRead
-)  # fmt: skip
+# A complete forward is its own result. Those that nothing has to be looked up for are events already.
+Result = Forward | WorkerEvent | Failed | IntegrityReport | HeldSequences | WeightsRead

@@ -10,6 +10,7 @@ from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.answers import Answers
 from workers.coalescing import CoalescingWindow
+from workers.common.worker_pb2 import ControlDone, ReplaceWeightsCommand, WorkerCommand, WorkerEvent
 from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -19,21 +20,10 @@ from workers.kv_disk import KvDisk
 from workers.logging import get_logger
 from workers.models.errors import ModelError
 from workers.operations import (
-    Abort,
     AdapterRead,
-    Adopt,
-    ChangeAdapters,
-    CheckIntegrity,
-    Command,
-    Done,
-    Fork,
     IntegrityReport,
-    Release,
     ReplacementRead,
-    ReplaceStep,
-    ReplaceWeights,
     Reset,
-    Truncate,
 )
 from workers.prelaunch import Prelauncher
 from workers.scheduler import Scheduler
@@ -68,7 +58,7 @@ class OtherCommands:
         of_drafts = () if drafting is None else drafting.tables
         self.integrity_checks = IntegrityChecks([engine.kv_table, *of_drafts])
 
-    def carry_out(self, command: Command | Internal) -> None:
+    def carry_out(self, command: WorkerCommand | Internal) -> None:
         """Carries out a command. An error ends the worker, if it may have left something half done."""
         match command:
             case Reset():
@@ -78,43 +68,46 @@ class OtherCommands:
             case ReplacementRead():
                 assert self._replacement is not None
                 self._answers.results += self._replacement.was_read(command)
-            case ReplaceWeights(step=ReplaceStep.APPLY):
-                self._apply_weights(keeps_sequences=command.keeps_sequences)
+            case _ if command.replace_weights.HasField("apply"):
+                self._apply_weights(keeps_sequences=command.replace_weights.keep_sequences)
             case _:
                 try:
                     self._try(command)
                 except Exception as error:
                     self._answers.results.append(failure_of(command.op_id, error, "a command failed"))
 
-    def _try(self, command: Command) -> None:
-        results = self._answers.results
-        match command:
-            case Fork() | Truncate() | Release():
+    def _try(self, command: WorkerCommand) -> None:
+        op_id, results = command.op_id, self._answers.results
+        match command.WhichOneof("command"):
+            case "fork" | "truncate" | "release":
                 self._change(command)
-                results.append(Done(command.op_id))
-            case Abort():
-                self._abort(command.target_op_id)
-            case CheckIntegrity(check_pages=True):
-                self.integrity_checks.request(command.op_id)
-            case CheckIntegrity():
-                results.append(IntegrityReport(command.op_id, intact=None))
-            case Adopt():
+                results.append(WorkerEvent(op_id=op_id, done=ControlDone()))
+            case "abort":
+                self._abort(command.abort.target_op_id)
+            case "snapshot" if command.snapshot.check_integrity:
+                self.integrity_checks.request(op_id)
+            case "snapshot":
+                results.append(IntegrityReport(op_id, intact=None))
+            case "adopt":
                 self._prelauncher.drop_all()
-                results.append(keep_confirmed(self._engine, command))
-            case ChangeAdapters():
-                required(self._adapters).change(command)
-            case ReplaceWeights():
-                self._read_weights(command)
+                results.append(keep_confirmed(self._engine, op_id, command.adopt))
+            case "adapter":
+                required(self._adapters).change(op_id, command.adapter)
+            case "replace_weights":
+                self._read_weights(op_id, command.replace_weights)
 
-    def _change(self, command: Fork | Truncate | Release) -> None:
-        self._prelauncher.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
-        match command:
-            case Fork():
-                self._engine.fork(command.sequence, command.children)
-            case Truncate():
-                self._engine.truncate(command.sequence, command.new_len)
-            case Release():
-                for sequence in command.sequences:
+    def _change(self, command: WorkerCommand) -> None:
+        fork, truncate, released = command.fork, command.truncate, command.release.sequences
+        match command.WhichOneof("command"):
+            case "fork":
+                self._prelauncher.drop([fork.sequence])
+                self._engine.fork(fork.sequence, fork.children)
+            case "truncate":
+                self._prelauncher.drop([truncate.sequence])
+                self._engine.truncate(truncate.sequence, truncate.new_len)
+            case "release":
+                self._prelauncher.drop(released)
+                for sequence in released:
                     self._engine.release(sequence)
                     self._window.forget(sequence)
 
@@ -145,12 +138,12 @@ class OtherCommands:
             self._replacement.discard()
         self._answers.results = [report_sequences(self._engine, command.stream)]
 
-    def _read_weights(self, command: ReplaceWeights) -> None:
+    def _read_weights(self, op_id: int, command: ReplaceWeightsCommand) -> None:
         """Starts to read other weights, or forgets them."""
         if self._replacement is None:
             raise ModelError("this model's weights cannot be replaced")
-        if command.step is ReplaceStep.READ:
-            self._replacement.read(command.op_id, command.directory)
+        if command.HasField("read"):
+            self._replacement.read(op_id, command.read)
         else:
             self._replacement.discard()
 

@@ -28,7 +28,7 @@ from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import Decodes
 from workers.forward_options import UNKNOWN_SIZES, ModelSizes, UnknownFieldError
 from workers.logging import get_logger
-from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
+from workers.operations import Forward, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
 
@@ -47,6 +47,7 @@ _SILENT_INTERVALS = 10
 # How long a worker that cannot serve waits until its reason was sent.
 _LAST_WORDS_S = 1.0
 
+_Command: TypeAlias = Forward | Decodes | worker_pb2.WorkerCommand
 Progress: TypeAlias = Callable[[str, int, int], None]
 MakeExecutor: TypeAlias = "Callable[[Progress], ModelExecutor]"
 MakeScheduler: TypeAlias = "Callable[[ModelExecutor], Scheduler]"
@@ -243,14 +244,14 @@ class WorkerServer:
             if request.give_back:
                 self.end()
                 return
-            commands: list[Command | Decodes] = []
+            commands: list[_Command] = []
             for message in request.commands:
                 self._take(message, commands)
             if commands:
                 assert self._step_loop is not None, "nothing is sent to a worker that is not ready"
                 self._step_loop.submit(commands)
 
-    def _take(self, message: worker_pb2.WorkerCommand, commands: list[Command | Decodes]) -> None:
+    def _take(self, message: worker_pb2.WorkerCommand, commands: list[_Command]) -> None:
         """Adds a command, or answers it."""
         if message.WhichOneof("command") == "snapshot" and not _is_ordered(message.snapshot):
             self._send([self._snapshot(message.op_id)])

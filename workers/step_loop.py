@@ -22,6 +22,7 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
+from workers.common.worker_pb2 import WorkerCommand
 from workers.decodes import NO_DECODES, Column, Decodes
 from workers.drafting import Drafts
 from workers.executors.engine import Engine
@@ -32,7 +33,7 @@ from workers.kv.disk_threads import DiskReport
 from workers.kv.page_pool import OutOfPages
 from workers.kv_disk import KvDisk
 from workers.logging import get_logger
-from workers.operations import Chunk, Command, Failed, FailureReason, Forward
+from workers.operations import Chunk, Failed, FailureReason, Forward
 from workers.other_commands import Internal, OtherCommands
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
@@ -47,7 +48,7 @@ _POLL_S = 0.0002
 # How often it is asked whether the disk still answers, while nothing else is to be done.
 _DISK_POLL_S = 1.0
 # Commands, and when they arrived.
-_Submitted = Command | Decodes | Internal | DiskReport
+_Submitted = Forward | Decodes | WorkerCommand | Internal | DiskReport
 _Arrived = tuple[Sequence[_Submitted], int]
 _NOTHING: _Arrived = ((), 0)
 
@@ -190,7 +191,7 @@ class StepLoop:
             with suppress(queue.Empty):
                 commands, arrived_ns = self._inbox.get(wait_ns / 1e9)
 
-    def _carry_out(self, command: Command | Internal | DiskReport) -> None:
+    def _carry_out(self, command: WorkerCommand | Internal | DiskReport) -> None:
         self._take_now(self._prelauncher.release_held())
         if isinstance(command, DiskReport):
             self._waiting.was_read(command)

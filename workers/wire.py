@@ -20,26 +20,11 @@ from workers.kv.table import PoolUsage
 from workers.kv_disk import DiskUsage
 from workers.models.text import ModelText
 from workers.operations import (
-    Abort,
-    AdapterLoaded,
-    AdapterSource,
-    Adopt,
-    Adopted,
-    ChangeAdapters,
-    CheckIntegrity,
-    Claim,
-    Command,
-    Done,
     Failed,
     FailureReason,
-    Fork,
     Forward,
     Kind,
     Priority,
-    Release,
-    ReplaceStep,
-    ReplaceWeights,
-    Truncate,
     WeightsRead,
 )
 from workers.outputs import DataType, OutputSpec, RowOutput
@@ -71,39 +56,21 @@ _REASONS = {
 }
 
 
-def to_command(  # noqa: PLR0911 - one for each command
+def to_command(
     message: worker_pb2.WorkerCommand, sizes: ModelSizes = UNKNOWN_SIZES
-) -> Command:
-    """Decodes a command. The server itself handles snapshots that are not ordered.
+) -> Forward | worker_pb2.WorkerCommand:
+    """Decodes a forward. Other commands are carried out as they come.
 
     Raises ValueError for an unknown command, for a mask of more tokens than the vocabulary has (without
     decoding it), for hidden states of other layers, and for given experts that are not of the model's shape.
     """
-    op_id = message.op_id
     match message.WhichOneof("command"):
         case "forward":
-            return _to_forward(op_id, message.forward, sizes)
-        case "fork":
-            return Fork(op_id, message.fork.sequence, tuple(message.fork.children))
-        case "truncate":
-            return Truncate(op_id, message.truncate.sequence, message.truncate.new_len)
-        case "release":
-            return Release(op_id, tuple(message.release.sequences))
-        case "abort":
-            return Abort(op_id, message.abort.target_op_id)
-        case "snapshot":
-            return CheckIntegrity(op_id, message.snapshot.check_integrity)
-        case "adopt":
-            items = message.adopt.items
-            return Adopt(op_id, [Claim(item.sequence, item.length, item.digest) for item in items])
-        case "adapter":
-            return _to_change(op_id, message.adapter)
-        case "replace_weights":
-            replace = message.replace_weights
-            step = ReplaceStep[str(replace.WhichOneof("step")).upper()]
-            return ReplaceWeights(op_id, step, replace.read, replace.keep_sequences)
-        case kind:
-            raise ValueError(f"unknown command {kind}")
+            return _to_forward(message.op_id, message.forward, sizes)
+        case None:
+            raise ValueError("unknown command")
+        case _:
+            return message
 
 
 def to_decodes(
@@ -192,35 +159,19 @@ def _to_forward(op_id: int, message: worker_pb2.ForwardCommand, sizes: ModelSize
     )
 
 
-def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters:
-    """Raises ValueError if not one adapter is to be loaded now."""
-    if message.load and len(message.added) != 1:
-        raise ValueError(f"{len(message.added)} adapters to load")
-    added = [
-        AdapterSource(source.adapter, source.directory, source.digest, source.pinned)
-        for source in message.added
-    ]
-    return ChangeAdapters(op_id, added, list(message.removed), message.load, message.all)
-
-
-def to_event(  # noqa: PLR0911 - one for each result
-    result: Forward | Decodes | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
+def to_event(
+    result: Forward | Decodes | worker_pb2.WorkerEvent | Failed | WeightsRead,
 ) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
+        case worker_pb2.WorkerEvent():
+            return result
         case Decodes():
             rows = np.ascontiguousarray(result.columns[_DONE].T, "<i8").tobytes()
             outputs = map(_row, result.row_outputs or ())
             return worker_pb2.WorkerEvent(decodes=worker_pb2.DecodesDone(rows=rows, outputs=outputs))
         case Forward():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
-        case Done():
-            return worker_pb2.WorkerEvent(op_id=result.op_id, done=worker_pb2.ControlDone())
-        case Adopted():
-            return worker_pb2.WorkerEvent(op_id=result.op_id, adopted=worker_pb2.Adopted(kept=result.kept))
-        case AdapterLoaded():
-            loaded = worker_pb2.AdapterLoaded(rank=result.rank, size_bytes=result.size_bytes)
-            return worker_pb2.WorkerEvent(op_id=result.op_id, adapter_loaded=loaded)
         case WeightsRead():
             read = worker_pb2.WeightsRead(model=_description(result.model))
             return worker_pb2.WorkerEvent(op_id=result.op_id, weights_read=read)
@@ -315,13 +266,7 @@ def to_ready(
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,
         executor=types_pb2.ExecutorCapabilities(
-            **_fields(capabilities),
-            supports_verify=True,
-            supports_fork=True,
-            supports_sampling=True,
-            supports_prefix_reuse=True,
-            max_batch_tokens=max_batch_tokens,
-            max_batch_items=max_batch_items,
+            **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
         ),
         pages_total=pool.pages_total,
         holdings=[worker_pb2.Holding(sequence=number, length=length) for number, length in holdings],

@@ -37,9 +37,10 @@ from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
 from benchmarks.in_process import LlmExecutor
+from workers.common.worker_pb2 import AbortCommand, WorkerCommand
 from workers.decodes import Column, Decodes
 from workers.executors import launched_steps
-from workers.operations import Abort, Chunk, Forward, Kind
+from workers.operations import Chunk, Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 from workers.runners.rank_processes import RankProcesses
 from workers.runners.tensor_parallel import RankGroup
@@ -363,7 +364,8 @@ class DevicePeer(Peer):
             before, steps = engine.stats.status().counts, self._steps - 3
             ns = timed(lambda: loop.keep_asking(callers, steps))
             after = engine.stats.status().counts
-            loop.loop.submit([Abort(loop.op_id(), asked.op_id)])
+            abort = AbortCommand(target_op_id=asked.op_id)
+            loop.loop.submit([WorkerCommand(op_id=loop.op_id(), abort=abort)])
         bench.executor.release_cache(key)
         self._truncate(batch)
         count = max(1, after.steps - before.steps)

@@ -13,7 +13,7 @@ import numpy as np
 
 from workers.decodes import Column, Decodes
 from workers.executors.engine import Engine
-from workers.operations import Command, Failed, Forward, Kind, Result
+from workers.operations import Failed, Forward, Kind, Result
 from workers.outputs import OutputSpec
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -78,7 +78,7 @@ class LoopOnThread:
         self._next_id += 1
         return self._next_id
 
-    def ask(self, commands: Sequence[Command | Decodes]) -> dict[int, Result | int]:
+    def ask(self, commands: Sequence[Forward | Decodes]) -> dict[int, Result | int]:
         """Sends them together, and waits: the result of each, of plain decodes the chosen token, by op_id.
 
         Raises RuntimeError if one failed, and TimeoutError if the loop does not answer.

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from benchmarks.gpu.loop import LoopOnThread, packed_mask
+from tests.commands import Fork, Release, Truncate
 from tests.gpu.sizes import ForwardsFirst, layers_of_each_kind, nan_kv, random_decoder, sized
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.instruction_sets import need_compiled
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.decoder import Decoder
-from workers.operations import Accept, Fork, Forward, Kind, Release, Truncate
+from workers.operations import Accept, Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 from workers.runners.base import After
 from workers.runners.cuda_graph import CudaGraphRunner

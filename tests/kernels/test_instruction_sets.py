@@ -147,7 +147,7 @@ def test_another_one_is_refused_before_anything_runs(
         library.main()
     with pytest.raises(ModelError, match=said) as refused:
         _make_executor(WorkerConfig(model="paged-attention", threads=1, device="cpu"), lambda *_: None)
-    assert report(refused.value, "paged-attention") == EXIT_CONFIG
+    assert report(refused.value) == EXIT_CONFIG
 
 
 def test_a_skipped_test_names_what_the_cpu_lacks(choose: Choose) -> None:

@@ -42,7 +42,7 @@ from workers.models.capture import RowCapture
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.inputs import ForwardInputs
 from workers.models.model import new_pages
-from workers.operations import Chunk, Done, Failed, Forward, Result
+from workers.operations import Chunk, Failed, Forward, Result
 from workers.runners.base import StepResult
 from workers.sampling import SamplingRow
 from workers.scheduler import Scheduler
@@ -103,7 +103,9 @@ class RealWorker:
         self.engine.kv_table.check_integrity()
         assert self.has_right_kv, "the KV is that of other tokens"
         results, self.results[:] = list(self.results), []
-        assert all(isinstance(result, Decodes | Forward | Done | Failed) for result in results)
+        assert all(
+            isinstance(result, Decodes | Forward | worker_pb2.WorkerEvent | Failed) for result in results
+        )
         return [event for result in results for event in one_by_one(worker_wire.to_event(result))]  # type: ignore[arg-type]
 
     def held(self) -> dict[int, list[int]]:

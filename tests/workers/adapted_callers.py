@@ -10,27 +10,19 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.commands import Abort, Adopt, ChangeAdapters, Claim, Command, Fork, Release
 from tests.workers.adapted_steps import LONGEST_TOKENS, Adapted, Worker
 from tests.workers.adapter_invariants import check_adapters
 from workers.adoption import token_digest
+from workers.common.worker_pb2 import WorkerEvent
 from workers.kv.shared_list import TokenList
 from workers.operations import (
-    Abort,
-    AdapterLoaded,
     AdapterSource,
-    Adopt,
-    Adopted,
-    ChangeAdapters,
-    Claim,
-    Command,
-    Done,
     Failed,
     FailureReason,
-    Fork,
     Forward,
     HeldSequences,
     Kind,
-    Release,
     Reset,
     Result,
 )
@@ -236,7 +228,8 @@ class Callers:
         for text in self.texts.values():
             held = TokenList()
             held.extend(text.tokens)
-            claims.append(Claim(text.number, len(held), token_digest(held.as_array(), text.salt)))
+            digest = token_digest(held.as_array(), text.salt)
+            claims.append(Claim(sequence=text.number, length=len(held), digest=digest))
         self._adopting = set(self.texts)
         sources = ChangeAdapters(self._id(), [*self._sources.values()], all=True)
         self._commands += [Reset(1), Adopt(self._id(), claims), sources]
@@ -253,15 +246,15 @@ class Callers:
                 self.answered += 1
             case Failed(reason=FailureReason.TIMEOUT) if self._asked[result.op_id][1].deadline_ns:
                 self._drop(result.op_id)
-            case AdapterLoaded():
+            case WorkerEvent() if result.HasField("adapter_loaded"):
                 del self._loads[result.op_id]
             case Failed() if self._loads.get(result.op_id, 0) not in self._sources:
                 # Nobody used it, and it was removed before it was loaded.
                 del self._loads[result.op_id]
-            case Adopted():
-                assert set(result.kept) == self._adopting
+            case WorkerEvent() if result.HasField("adopted"):
+                assert set(result.adopted.kept) == self._adopting
                 self._adopting = None
-            case Done() | HeldSequences():
+            case WorkerEvent() | HeldSequences():
                 pass
             case _:
                 raise AssertionError(f"nobody expects {result}")

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.adapter_factory import make_adapter, merge
+from tests.commands import Command
 from tests.model_factory import TinyModel, load_decoder, make_model
 from tests.workers import stepping
 from workers.adapters.adapter import read_adapter
@@ -26,7 +27,7 @@ from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.lora import PackedLora
 from workers.models.model import new_pages
-from workers.operations import AdapterSource, Chunk, Command, Reset, Result
+from workers.operations import AdapterSource, Chunk, Forward, Reset, Result
 from workers.runners.eager import EagerRunner
 
 RANK, PAGES, LONGEST_TOKENS = 4, 300, 150
@@ -147,7 +148,8 @@ class Worker(stepping.Worker):
 
     def round(self, *commands: Command | Reset) -> list[Result]:
         if commands:
-            self.loop.submit(self._sent([dataclasses.replace(command) for command in commands]))
+            own = [dataclasses.replace(one) if isinstance(one, Forward) else one for one in commands]
+            self.loop.submit(self._sent(own))
         self._is_asleep = False
         self.loop.take()
         if not self._is_asleep:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tests.commands import Command
 from tests.workers.late_runner import LateRunner
 from workers.adapters.table import AdapterTable
 from workers.decodes import NO_DECODES, Column, Decodes
@@ -14,7 +15,7 @@ from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv_disk import KvDisk
-from workers.operations import Chunk, Command, Forward, Reset, Result
+from workers.operations import Chunk, Forward, Reset, Result
 from workers.outputs import RowOutput
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -69,7 +70,8 @@ class Worker:
         """Nothing happens without commands and forwards. What is answered."""
         if commands:
             # A forward holds what is computed of it: each worker has its own.
-            self.loop.submit(self._sent([dataclasses.replace(command) for command in commands]))
+            own = [dataclasses.replace(one) if isinstance(one, Forward) else one for one in commands]
+            self.loop.submit(self._sent(own))
         if commands or self.loop.operations_in_flight:
             self.loop.take()
             self.loop.flush()

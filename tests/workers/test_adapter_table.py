@@ -8,21 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.commands import ChangeAdapters, carried_out
 from tests.workers.adapter_invariants import check_adapters
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
-from workers.operations import (
-    AdapterLoaded,
-    AdapterRead,
-    AdapterSource,
-    ChangeAdapters,
-    Done,
-    Failed,
-    FailureReason,
-    Forward,
-    Kind,
-)
+from workers.common.worker_pb2 import AdapterLoaded, WorkerEvent
+from workers.operations import AdapterRead, AdapterSource, Failed, FailureReason, Forward, Kind
 
 # Bytes of each adapter.
 SIZE = 10
@@ -76,7 +68,7 @@ class Bench:
         self.inbox: deque[AdapterRead] = deque()
         self.broken: set[int] = set()
         self.scheduled: list[Forward] = []
-        self.results: list[Done | Failed | AdapterLoaded] = []
+        self.results: list[WorkerEvent | Failed] = []
         self.table = AdapterTable[str](self.model, self.read, max_bytes, self.threads.append)
         self.table.report_to(self.inbox.append)
         self._op_id = 0
@@ -92,7 +84,7 @@ class Bench:
 
     def change(self, *added: AdapterSource, load: bool = False, removed: tuple[int, ...] = ()) -> int:
         op_id = self.op_id()
-        self.table.change(ChangeAdapters(op_id, added, removed, load))
+        self.table.change(op_id, ChangeAdapters(op_id, added, removed, load=load).adapter)
         return op_id
 
     def forward(self, adapter: int, kind: Kind = Kind.PREFILL) -> Forward:
@@ -133,7 +125,7 @@ def test_an_adapter_is_read_when_a_forward_needs_it() -> None:
     bench = Bench()
     op_id = bench.change(source(1), source(2))
     bench.advance()
-    assert bench.results == [Done(op_id)] and not bench.model.slots
+    assert bench.results == [carried_out(op_id)] and not bench.model.slots
     forward = bench.forward(1)
     assert not bench.scheduled and len(bench.table) == 1
     bench.advance()
@@ -169,7 +161,8 @@ def test_a_load_is_answered_when_it_is_in_memory() -> None:
     bench.advance()
     again = bench.change(source(1), load=True)
     bench.advance()
-    assert bench.results == [AdapterLoaded(op_id, 4, SIZE), AdapterLoaded(again, 4, SIZE)]
+    loaded = AdapterLoaded(rank=4, size_bytes=SIZE)
+    assert bench.results == [WorkerEvent(op_id=one, adapter_loaded=loaded) for one in (op_id, again)]
 
 
 def test_all_that_waits_for_a_broken_adapter_fails_and_a_later_forward_tries_again() -> None:

@@ -17,7 +17,7 @@ from workers.executors.info import Capabilities, StepCounts
 from workers.kv.table import PoolUsage
 from workers.models.chat_template import ChatTemplate
 from workers.models.model import ModelDescription
-from workers.operations import FailureReason, Kind, Priority, ReplaceStep
+from workers.operations import FailureReason, Kind, Priority
 from workers.outputs import DataType, OutputSpec, Sampling
 
 # What only the gateway knows of an adapter.
@@ -76,8 +76,3 @@ def test_both_sides_have_the_same_values(ours: type[enum.Enum], theirs: EnumType
     prefix = theirs.keys()[0].removesuffix("UNSPECIFIED")
     named = {name.removeprefix(prefix) for name in theirs.keys()}  # noqa: SIM118 - no mapping
     assert named - {"UNSPECIFIED", "NONE"} == {one.name for one in ours}
-
-
-def test_both_sides_have_the_same_steps_of_a_replacement() -> None:
-    (steps,) = worker_pb2.ReplaceWeightsCommand.DESCRIPTOR.oneofs
-    assert {field.name.upper() for field in steps.fields} == set(ReplaceStep.__members__)

@@ -11,12 +11,13 @@ from quire.v1 import types_pb2
 from service.caches import answers, effects
 from service.caches.requests import Append, AppendKind, Priority
 from service.pool import wire as gateway_wire
+from tests.commands import Command
 from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
 from workers.common import worker_pb2
 from workers.decodes import Column, Decodes
 from workers.forward_options import ModelSizes
-from workers.operations import Command, Forward, Kind
+from workers.operations import Forward, Kind
 from workers.outputs import GREEDY, OutputSpec, RowOutput
 
 VOCABULARY, LAYERS = 1000, 4

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.commands import CheckIntegrity, Command, Fork, Release, Truncate
 from tests.model_factory import TinyModel, make_model
 from tests.workers.stepping import Worker
 from workers.drafting import Drafting
@@ -19,17 +20,7 @@ from workers.executors.memory import StepLimits
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.sizing import KvSizingError
 from workers.kv.table import KvTable
-from workers.operations import (
-    Accept,
-    CheckIntegrity,
-    Fork,
-    Forward,
-    IntegrityReport,
-    Kind,
-    Release,
-    Result,
-    Truncate,
-)
+from workers.operations import Accept, Forward, IntegrityReport, Kind, Result
 from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 
 DRAWN = OutputSpec(sampling=Sampling(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, seed=5))
@@ -88,7 +79,7 @@ class DraftingWorker(Worker):
         self.drafting.engine.kv_table.check_integrity()
         return found
 
-    def change(self, command: Fork | Truncate | Release) -> None:
+    def change(self, command: Command) -> None:
         self.answers(command)
 
     def next_id(self) -> int:

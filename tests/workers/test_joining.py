@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import Abort, ChangeAdapters, Release
 from tests.workers.late_runner import LateStep
 from tests.workers.stepping import Worker
 from tests.workers.test_adapter_table import FakeModel
@@ -20,7 +21,7 @@ from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
 from workers.decodes import Decodes
 from workers.models.inputs import ForwardInputs
-from workers.operations import Abort, AdapterSource, ChangeAdapters, Forward, Kind, Priority, Release
+from workers.operations import AdapterSource, Forward, Kind, Priority
 from workers.outputs import OutputSpec, Sampling, TokenMask
 
 PENALTIES = OutputSpec(

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.commands import Abort
 from tests.damaged_pages import FAULTS, Fault, files_in, flip, make_foreign, swap, tear
 from tests.model_factory import TinyModel, make_model
 from tests.workers.disk_worker import PAGE, DiskWorker, random_trial, text
@@ -27,7 +28,7 @@ from workers.kv.page_files import PageFiles
 from workers.kv_disk import KvDisk
 from workers.models.errors import ModelError
 from workers.models.kv_identity import kv_identity, weights_digest
-from workers.operations import Abort, Failed, FailureReason, Forward, Kind, Reset, Result
+from workers.operations import Failed, FailureReason, Forward, Kind, Reset, Result
 
 
 def undisturbed(tokens: list[int]) -> bytes:

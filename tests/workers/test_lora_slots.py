@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.adapter_factory import make_adapter
+from tests.commands import ChangeAdapters
 from tests.model_factory import TinyModel, make_model
 from workers import process
 from workers.adapters.errors import AdapterError
@@ -23,7 +24,7 @@ from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.linear import Linear
-from workers.operations import AdapterRead, AdapterSource, ChangeAdapters
+from workers.operations import AdapterRead, AdapterSource
 from workers.runners.collectives import Collectives
 
 MIB = 1 << 20
@@ -171,7 +172,7 @@ def test_the_memory_is_taken_when_the_first_adapter_is_loaded(tmp_path: Path) ->
     reads: list[AdapterRead] = []
     table._on_thread = lambda read: read()
     table.report_to(reads.append)
-    table.change(ChangeAdapters(1, (AdapterSource(1, str(adapter)),), load=True))
+    table.change(1, ChangeAdapters(1, [AdapterSource(1, str(adapter))], load=True).adapter)
     table.read(reads.pop())
     table.advance(set)
     assert model.max_lora_slots == 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import Fork, Truncate
 from tests.families import settings_of
 from tests.model_factory import make_family_model
 from tests.mtp_heads import LAYERS, MtpOracle, make_mtp_model
@@ -22,7 +23,7 @@ from workers.head_drafting import HeadDrafting
 from workers.kv.table import KvTable
 from workers.models.errors import ModelError
 from workers.models.weights import load_planned, plan_load
-from workers.operations import Accept, Fork, Forward, Kind, Result, Truncate
+from workers.operations import Accept, Forward, Kind, Result
 
 VOCAB = 97
 # Of a row of logits in float32, as of other recurrent models.

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.commands import Abort, Command, Fork, Release, Truncate
 from tests.workers import stepping
 from workers.decodes import Decodes
 from workers.kv.page_pool import IntegrityError, PagePool
 from workers.kv.table import KvTable
-from workers.operations import Abort, Command, Fork, Forward, Kind, Priority, Release, Result, Truncate
+from workers.operations import Forward, Kind, Priority, Result
 from workers.outputs import OutputSpec, Sampling, TokenMask
 
 APPEND = KvTable.append_next

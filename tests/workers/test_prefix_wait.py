@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.commands import Abort, Command
 from tests.workers import stepping
-from workers.operations import Abort, Command, Forward, Priority
+from workers.operations import Forward, Priority
 
 PAGE = 16
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.commands import ChangeAdapters, CheckIntegrity, Command, Release, Truncate, carried_out
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_adapter_table import FakeModel
@@ -19,21 +20,7 @@ from workers.adapters.table import AdapterTable
 from workers.decodes import Column, Decodes
 from workers.kv import integrity
 from workers.kv.page_pool import IntegrityError
-from workers.operations import (
-    AdapterSource,
-    ChangeAdapters,
-    CheckIntegrity,
-    Command,
-    Done,
-    Failed,
-    FailureReason,
-    Forward,
-    Kind,
-    Release,
-    Reset,
-    Result,
-    Truncate,
-)
+from workers.operations import AdapterSource, Failed, FailureReason, Forward, Kind, Reset, Result
 from workers.outputs import GREEDY
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
@@ -442,7 +429,7 @@ def test_requests_of_several_messages_are_answered_together(worker: Worker) -> N
     worker.loop.flush()
     first, second = worker._results
     assert isinstance(first, Decodes) and first.columns[Column.OP_ID].tolist() == [11, 12]
-    assert second == Done(20)
+    assert second == carried_out(20)
 
 
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
@@ -456,7 +443,7 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
         assert worker.lengths() == {7: 6 + turn} and late.computed == 1 + turn, "nothing twice"
     # It computes the next token; another one is asked for.
     (failed,) = worker.round(Truncate(8, 7, 4))
-    assert worker.lengths() == {7: 4} and failed == Done(8)
+    assert worker.lengths() == {7: 4} and failed == carried_out(8)
 
 
 def test_steps_of_steady_callers_are_launched_ahead_without_the_flag(worker: Worker) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.commands import Command, Release
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_plain_decodes import answers
 from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill, running_ahead
 from workers.decodes import NO_DECODES, Decodes
-from workers.operations import Chunk, Command, Failed, FailureReason, Forward, Kind, Release, Result
+from workers.operations import Chunk, Failed, FailureReason, Forward, Kind, Result
 from workers.outputs import OutputSpec
 
 # A prompt of 150 tokens takes several steps.

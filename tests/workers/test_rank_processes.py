@@ -18,6 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.in_process import LlmExecutor
+from tests.commands import (
+    ApplyWeights,
+    ChangeAdapters,
+    Command,
+    DiscardWeights,
+    Fork,
+    ReadWeights,
+    Release,
+    Truncate,
+)
 from tests.families import settings_of
 from tests.forks import ForkedRank
 from tests.model_factory import (
@@ -36,21 +46,7 @@ from workers.executors.memory import LoraLimits
 from workers.given_experts import GivenExperts
 from workers.models.errors import ModelError
 from workers.models.registry import FAMILIES
-from workers.operations import (
-    Accept,
-    AdapterSource,
-    ChangeAdapters,
-    Command,
-    Fork,
-    Forward,
-    Kind,
-    Release,
-    ReplaceStep,
-    ReplaceWeights,
-    Result,
-    Truncate,
-    WeightsRead,
-)
+from workers.operations import Accept, AdapterSource, Forward, Kind, Result, WeightsRead
 from workers.outputs import DataType, HiddenSpec, OutputSpec
 from workers.runners import rank_processes
 from workers.runners.base import DeviceLostError
@@ -246,7 +242,7 @@ def numbers(row: bytes | None) -> torch.Tensor:
 
 
 def read_weights(worker: Worker, op_id: int, directory: Path, *before: Command) -> Result:
-    answers = worker.round(*before, ReplaceWeights(op_id, ReplaceStep.READ, str(directory)))
+    answers = worker.round(*before, ReadWeights(op_id, str(directory)))
     if not answers:
         worker.loop.take()  # waits for what the reading thread reports
         worker.loop.flush()
@@ -283,9 +279,9 @@ def test_adapters_and_other_weights(group: RankGroup, tmp_path: Path) -> None:
         worker.answers(Release(20, list(range(2, 7))))
         # What was read first is discarded while the ranks read again.
         assert isinstance(read_weights(worker, 21, models[1]), WeightsRead)
-        discard = ReplaceWeights(22, ReplaceStep.DISCARD)
+        discard = DiscardWeights(22)
         assert isinstance(read_weights(worker, 23, models[1], discard), WeightsRead)
-        worker.round(ReplaceWeights(24, ReplaceStep.APPLY))
+        worker.round(ApplyWeights(24))
         for op_id, adapter in ((30, 1), (31, 0)):
             forward = Forward(op_id, op_id, 0, [1, 2, 3], output=WITH_LOGITS, adapter=adapter)
             rows.setdefault(op_id, []).append(rows_of(worker.answers(forward)[op_id]))
@@ -324,12 +320,12 @@ def test_a_late_rank_uses_the_weights_that_were_meant(group: RankGroup, tmp_path
         late = LatePlans(other.plans)
         group.processes.others[:] = [dataclasses.replace(other, plans=cast("Any", late))]
         assert isinstance(read_weights(worker, 1, models[1]), WeightsRead)
-        worker.round(ReplaceWeights(2, ReplaceStep.APPLY))
+        worker.round(ApplyWeights(2))
         assert isinstance(read_weights(worker, 3, models[2]), WeightsRead)
         late.let_through()
         group.processes.others[:] = [other]
         first = worker.answers(Forward(4, 4, 0, [1, 2, 3], output=WITH_LOGITS))[4]
-        worker.round(ReplaceWeights(5, ReplaceStep.APPLY))
+        worker.round(ApplyWeights(5))
         then = worker.answers(Forward(6, 6, 0, [1, 2, 3], output=WITH_LOGITS))[6]
         found.append([rows_of(first), rows_of(then)])
     for alone, split, model in zip(*found, models[1:], strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import Release, Truncate
 from tests.kernels import conftest
 from tests.model_factory import make_family_model
 from tests.workers import graph_ranks, stepping
@@ -18,7 +19,6 @@ from tests.workers.test_joining import PENALTIES, Callers, Text
 from tests.workers.test_prelaunch import chosen, decode, prefill
 from workers.executors import llm
 from workers.executors.llm import LlmExecutor
-from workers.operations import Release, Truncate
 from workers.outputs import OutputSpec, Sampling
 from workers.runners.base import DeviceLostError
 from workers.runners.rank_plan import ForwardPlan, Way

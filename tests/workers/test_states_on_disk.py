@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.commands import Truncate
 from tests.damaged_pages import FAULTS, Fault, files_in, flip, tear
 from tests.families import settings_of
 from tests.model_factory import load_decoder, make_family_model
@@ -32,7 +33,7 @@ from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.library.loading import make_library_model
 from workers.models.model import Model
-from workers.operations import Forward, Kind, Truncate
+from workers.operations import Forward, Kind
 from workers.runners.eager import EagerRunner
 
 VOCAB, SPACING, SLOTS = 97, 2 * PAGE, 12

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import Abort, CheckIntegrity, Command, Fork, Release
 from tests.workers.stepping import Worker
 from workers import answers, extra_samples, sampling
 from workers.decodes import Column, Decodes
@@ -15,18 +16,13 @@ from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
 from workers.logging import fields_of
 from workers.operations import (
-    Abort,
-    CheckIntegrity,
     Chunk,
-    Command,
     Failed,
     FailureReason,
-    Fork,
     Forward,
     HeldSequences,
     IntegrityReport,
     Kind,
-    Release,
     Reset,
     Result,
 )

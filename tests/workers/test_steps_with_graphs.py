@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from tests.commands import Abort, Command, Release
 from tests.gpu.sizes import ForwardsFirst
 from tests.workers import stepping, test_adjusted_rows
 from tests.workers.test_adjusted_rows import KINDS, PAGES
@@ -25,7 +26,7 @@ from workers.kv.table import KvTable
 from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
-from workers.operations import Abort, Chunk, Command, Forward, Kind, Release
+from workers.operations import Chunk, Forward, Kind
 from workers.outputs import OutputSpec, TokenMask
 from workers.runners.base import Runner, StepResult
 from workers.runners.cuda_graph import CudaGraphRunner

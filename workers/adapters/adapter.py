@@ -90,8 +90,7 @@ def _unchanged(directory: Path, adapter: Adapter) -> Adapter:
 def identity(directory: Path) -> str:
     """Changes when a file of an adapter is written to or replaced. Takes microseconds.
 
-    Raises:
-        AdapterError: A file is missing.
+    Raises AdapterError if a file is missing.
     """
     parts = []
     for name in (CONFIG_FILE, WEIGHTS_FILE):

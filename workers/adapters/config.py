@@ -78,8 +78,7 @@ class LoraSettings:
 def read_settings(directory: Path) -> LoraSettings:
     """Read adapter_config.json.
 
-    Raises:
-        AdapterError: The file cannot be read, or a setting is missing, invalid or not supported.
+    Raises AdapterError if the file cannot be read, or a setting is missing, invalid or not supported.
     """
     file = directory / CONFIG_FILE
     with errors_of_file(file):

@@ -23,13 +23,11 @@ import numpy as np
 
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import KnownAdapter, LoadedAdapter, LoraAdapterMetrics, ResidentAdapters, Slots
+from workers.common.worker_pb2 import AdapterCommand, AdapterLoaded, ControlDone, WorkerEvent
 from workers.decodes import Column, Decodes, Mask
 from workers.operations import (
-    AdapterLoaded,
     AdapterRead,
     AdapterSource,
-    ChangeAdapters,
-    Done,
     Failed,
     FailureReason,
     Forward,
@@ -71,7 +69,7 @@ class AdapterTable(Generic[_Weights]):
         self._waiting: deque[Forward] = deque()
         # Whether waiting forwards have to be looked at.
         self._has_changed = False
-        self._results: list[Done | Failed | AdapterLoaded] = []
+        self._results: list[WorkerEvent | Failed] = []
 
     def __len__(self) -> int:
         """The number of forwards that wait."""
@@ -98,14 +96,20 @@ class AdapterTable(Generic[_Weights]):
 
     # Commands.
 
-    def change(self, command: ChangeAdapters) -> None:
-        """Adds and removes known adapters. `advance` returns the answer."""
+    def change(self, op_id: int, command: AdapterCommand) -> None:
+        """Adds and removes known adapters. `advance` returns the answer.
+
+        Raises ValueError if not one adapter is to be loaded now.
+        """
+        added = [AdapterSource(one.adapter, one.directory, one.digest, one.pinned) for one in command.added]
+        if command.load and len(added) != 1:
+            raise ValueError(f"{len(added)} adapters to load")
         removed = set(command.removed)
         if command.all:
-            removed |= self._known.keys() - {source.number for source in command.added}
+            removed |= self._known.keys() - {source.number for source in added}
         for number in removed:
             self._forget(number)
-        for source in command.added:
+        for source in added:
             known = self._known.get(source.number)
             if known is not None and _has_files_of(known, source):
                 known.source = source
@@ -115,11 +119,10 @@ class AdapterTable(Generic[_Weights]):
             self._forget(source.number)
             self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(source.number))
         if not command.load:
-            self._results.append(Done(command.op_id))
+            self._results.append(WorkerEvent(op_id=op_id, done=ControlDone()))
             return
-        (source,) = command.added
-        known = self._known[source.number]
-        known.commands.append(command.op_id)
+        known = self._known[added[0].number]
+        known.commands.append(op_id)
         if known.slot >= 0:
             self._answer(known)
         else:
@@ -193,7 +196,7 @@ class AdapterTable(Generic[_Weights]):
 
     def advance(
         self, in_use: Callable[[], Collection[int]]
-    ) -> tuple[list[Forward], list[Done | Failed | AdapterLoaded]]:
+    ) -> tuple[list[Forward], list[WorkerEvent | Failed]]:
         """Makes room for an adapter that was read. Returns forwards that can run now, and answers.
 
         `in_use`: the adapters of forwards that are scheduled; called only if it matters.
@@ -312,8 +315,8 @@ class AdapterTable(Generic[_Weights]):
     # Answers.
 
     def _answer(self, known: KnownAdapter[_Weights]) -> None:
-        found = known.metrics
-        self._results += [AdapterLoaded(op_id, found.rank, found.size_bytes) for op_id in known.commands]
+        loaded = AdapterLoaded(rank=known.metrics.rank, size_bytes=known.metrics.size_bytes)
+        self._results += [WorkerEvent(op_id=op_id, adapter_loaded=loaded) for op_id in known.commands]
         known.commands = []
 
     def _fail(self, known: KnownAdapter[_Weights], why: str) -> None:

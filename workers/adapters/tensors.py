@@ -135,8 +135,7 @@ def name_in_file(module: str, like: str) -> str:
 def read_pairs(module: str, pair: PairEntries, scale: float) -> Iterator[tuple[str, LoraPair]]:
     """Read the tensors of a module, or of all modules of a parameter, as float32, B times `scale`.
 
-    Raises:
-        AdapterError: The file cannot be read or has changed, or a value is not finite.
+    Raises AdapterError if the file cannot be read or has changed, or a value is not finite.
     """
     with errors_of_file(pair.parts["A"].file), torch.inference_mode():
         a, b = read_scaled(pair.parts["A"], 1.0), read_scaled(pair.parts["B"], scale)

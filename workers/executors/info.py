@@ -31,6 +31,10 @@ class Capabilities:
     backend_reason: str
     # The recurrent state of a sequence. 0: the model has none.
     bytes_per_state: int
+    supports_verify: bool = True
+    supports_fork: bool = True
+    supports_sampling: bool = True
+    supports_prefix_reuse: bool = True
     # The name of the model that drafts; "": none does.
     draft_model: str = ""
 

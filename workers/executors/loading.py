@@ -76,9 +76,8 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
 
     With "auto" it is native code if that supports all settings of the config and all tensors of the files.
 
-    Raises:
-        ModelError: config.json cannot be read, has invalid settings, or settings that the requested backend
-            does not support.
+    Raises ModelError if config.json cannot be read, has invalid settings, or settings that the requested
+    backend does not support.
     """
     reason, of_library = "", source_of(directory).is_of_library
     if asked == TRANSFORMERS and not of_library:

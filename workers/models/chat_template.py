@@ -51,8 +51,7 @@ def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate:
     tokenizer_config.json, which counts if they have no default template. Whatever exceeds `max_bytes` cannot
     be sent to clients: it is left out, with a warning in the log.
 
-    Raises:
-        ModelError: A file is invalid; the message names the file and the setting.
+    Raises ModelError if a file is invalid; the message names the file and the setting.
     """
     max_bytes = min(max_bytes, MAX_BYTES)
     config = read_settings(directory)

@@ -183,9 +183,8 @@ def name_of(dtype: torch.dtype | str) -> str:
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
     """The tensors in `model.safetensors`, else in the shards that the index names, by name.
 
-    Raises:
-        ModelError: A file is missing, truncated or not safetensors; a tensor occurs twice, or overlaps
-            another; or the index contradicts the shards.
+    Raises ModelError if a file is missing, truncated or not safetensors; a tensor occurs twice, or overlaps
+    another; or the index contradicts the shards.
     """
     single = directory / SINGLE_FILE
     if exists(single):

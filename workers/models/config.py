@@ -201,8 +201,7 @@ class ModelConfig:
     def from_directory(cls, path: Path | str) -> ModelConfig:
         """Read the settings of a model: config.json and, if it exists, generation_config.json, or their like.
 
-        Raises:
-            ModelError: A file is missing or not JSON, or a setting is missing, invalid or not supported.
+        Raises ModelError if a file is missing or not JSON, or a setting is missing, invalid or not supported.
         """
         source = source_of(path)
         settings = source.settings()
@@ -215,8 +214,7 @@ class ModelConfig:
     def from_settings(cls, settings: Mapping[str, object]) -> ModelConfig:
         """Read the settings of a config.json.
 
-        Raises:
-            ModelError: A setting is missing, invalid or not supported; the message names it.
+        Raises ModelError if a setting is missing, invalid or not supported; the message names it.
         """
         wrapper = settings.get("model_type")
         if not isinstance(wrapper, str):  # nor does the library know what it is, which takes seconds to ask

@@ -53,9 +53,8 @@ def keys_read(family: Family) -> frozenset[str]:
 def settings_read(settings: Mapping[str, object], family: Family) -> dict[str, object]:
     """The settings that the family reads. null counts as absent in the others.
 
-    Raises:
-        UnsupportedError: The weights are quantised in a way that is not supported, or another setting might
-            change the model.
+    Raises UnsupportedError if the weights are quantised in a way that is not supported, or another setting
+    might change the model.
     """
     try:
         read_quantisation(settings)

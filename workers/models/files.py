@@ -72,8 +72,7 @@ def exists(file: Path) -> bool:
 def open_regular(file: Path) -> BufferedReader:
     """Open a regular file, or the one that it links to, for reading. The caller closes it.
 
-    Raises:
-        ModelError: It cannot be opened, or is a directory, FIFO, socket or device.
+    Raises ModelError if it cannot be opened, or is a directory, FIFO, socket or device.
     """
     try:
         return regular_files.open_regular(file)
@@ -101,8 +100,7 @@ def unchanged_settings(directory: Path) -> Iterator[None]:
 
     `directory` may also be a file that has all of them.
 
-    Raises:
-        ModelError: A file was created, deleted or changed.
+    Raises ModelError if a file was created, deleted or changed.
     """
     before = _settings_versions(directory)
     yield

@@ -29,8 +29,7 @@ T = TypeVar("T")
 def read_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
     """The end tokens, which as in transformers replace those of config.json; empty if there are none.
 
-    Raises:
-        ModelError: The file is not a JSON object, or the tokens are invalid.
+    Raises ModelError if the file is not a JSON object, or the tokens are invalid.
     """
     file = directory / GENERATION_CONFIG_FILE
     if not exists(file):
@@ -46,8 +45,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
     As in transformers, sampling is greedy without `do_sample`, whatever the settings of a draw are; with it
     the default temperature is 1.
 
-    Raises:
-        ModelError: The file is not a JSON object.
+    Raises ModelError if the file is not a JSON object.
     """
     file = directory / GENERATION_CONFIG_FILE
     if not exists(file):

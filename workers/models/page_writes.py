@@ -29,8 +29,8 @@ class PageWrites:
 
         Mutates only these slots of `k_pages` [P, S, K, D] and `v_pages` [P, S, K, E].
 
-        Raises:
-            IndexError, RuntimeError: A slot is beyond the last page (on the CPU), or the dtypes differ.
+        Raises IndexError or RuntimeError if a slot is beyond the last page (on the CPU), or the dtypes
+        differ.
         """
         if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
             kv_write(keys, values, k_pages, v_pages, self._with_padding)

@@ -20,11 +20,7 @@ FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **LATENT, **RECURRENT}
 
 
 def family_of(model_type: object) -> Family:
-    """The family of a config.
-
-    Raises:
-        UnsupportedError: The family is unknown.
-    """
+    """The family of a config. Raises UnsupportedError if the family is unknown."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(f"model_type: there is no native code for {model_type!r}")
     return FAMILIES[model_type]

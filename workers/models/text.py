@@ -44,8 +44,7 @@ class ModelText:
 def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
     """Read a directory. Whatever exceeds `max_bytes` in all is left out, with a warning in the log.
 
-    Raises:
-        ModelError: A file is invalid.
+    Raises ModelError if a file is invalid.
     """
     sampling_defaults = read_sampling_defaults(directory)
     template = read_chat_template(directory, max_bytes)

@@ -109,8 +109,7 @@ def read_settings(directory: Path) -> dict[str, object]:
 def read_token_settings(directory: Path) -> TokenSettings:
     """Read the files of a directory, each of which may be missing.
 
-    Raises:
-        ModelError: A file is invalid; the message names the file and the setting.
+    Raises ModelError if a file is invalid; the message names the file and the setting.
     """
     settings = read_settings(directory)
     with errors_naming(directory / TOKENIZER_CONFIG_FILE):

@@ -303,8 +303,7 @@ def _load_weights(
     With `staging` the copies of a part are only queued, and a tensor is checked when all of it is. Without
     it, or if the weight is quantised, each part is checked, while it is in the CPU's cache.
 
-    Raises:
-        ModelError: A tensor cannot be read, or has a value that is not finite.
+    Raises ModelError if a tensor cannot be read, or has a value that is not finite.
     """
     targets = decoder.targets()
     total_bytes = sum(_read_bytes(entries[name], target) for name, target in targets.items())

@@ -263,8 +263,7 @@ class CudaGraphRunner:
 
         Without the second ones, rows are adjusted outside of graphs.
 
-        Raises:
-            DeviceLostError: The device has failed.
+        Raises DeviceLostError if the device has failed.
         """
         self._capture = None
         reason = failure_of(lambda: self._capture_graphs(capture), self._kv.device)
@@ -298,8 +297,7 @@ class CudaGraphRunner:
         Without an effect if no graphs are captured yet: then the first decode captures these, too. After a
         failure, decodes with adapters run eagerly.
 
-        Raises:
-            DeviceLostError: The device has failed.
+        Raises DeviceLostError if the device has failed.
         """
         captured, capture = self._captured, self._lora_capture
         if captured is None or capture is None or captured.has_lora:

@@ -53,8 +53,7 @@ class EagerRunner:
     ) -> tuple[list[int], torch.Tensor]:
         """The tokens that the model's head for multi-token prediction expects; see `Decoder.draft`.
 
-        Raises:
-            SamplingError: A row has no token.
+        Raises SamplingError if a row has no token.
         """
         assert isinstance(self._model, Decoder)
         logits, after = self._model.draft(inputs, hidden, self._kv)

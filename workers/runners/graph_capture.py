@@ -39,11 +39,7 @@ class CudaCapture:
         self._stream: Any = None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Warms up, then captures `run`.
-
-        Raises:
-            CaptureError: It failed, and the device still works.
-        """
+        """Warms up, then captures `run`. Raises CaptureError if it failed, and the device still works."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
@@ -96,8 +92,7 @@ class CudaCapture:
 def failure_of(capture_all: Callable[[], None], device: torch.device) -> str | None:
     """Capture graphs. Returns why that has failed, on a device that still works, or None.
 
-    Raises:
-        DeviceLostError: It does not work.
+    Raises DeviceLostError if it does not work.
     """
     try:
         with device_errors(), _no_collection():

@@ -14,7 +14,8 @@ from quire._chunks import chunk_of
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
-from service.extensions.openai.choices import Choice
+from service.extensions.openai.choices import CALL, TEXT, Choice
+from service.extensions.openai.choices import THOUGHTS as THINKING
 from service.runtimes.answer_parts import Divider, Reading, encoded_prompt, reading_of
 from service.text.output_formats import OutputFormats, formats_of
 from tests.service.text.kinds import byte_level
@@ -52,14 +53,15 @@ def test_an_answer_is_that_of_the_parser(name: str, text: str, data: st.DataObje
         answer, choice = Answer("0", 0), Choice(0)
         for chunk in chunks:
             answer.add(chunk_of(chunk))
-            choice.keep(choice.parts(chunk))
+            choice.blocks.keep(choice.parts(chunk))
         found = [(call.name, call.arguments_json) for call in answer.tool_calls]
         assert (answer.reasoning_content, found) == (thoughts, calls)
         assert answer.finish_reason == ("tool_calls" if calls else "stop")
         # A long chunk does not say what was between two of its calls.
         assert sorted(answer.text) == sorted(content)
-        assert "".join(choice.content) == answer.text and "".join(choice.thoughts) == thoughts
-        assert [(call.name, "".join(call.arguments)) for call in choice.calls.values()] == calls
+        blocks = choice.blocks
+        assert "".join(blocks.texts(TEXT)) == answer.text and "".join(blocks.texts(THINKING)) == thoughts
+        assert [(block.name, block.text) for block in blocks.all if block.kind == CALL] == calls
         assert chunks[-1].usage.reasoning_tokens <= len(each)
         assert chunks == divided(name, each), "the ids of calls, too"
 

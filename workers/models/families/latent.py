@@ -15,15 +15,14 @@ _LATENT_READS = names(
     " num_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size"
     " first_k_dense_replace norm_topk_prob routed_scaling_factor n_group topk_group"
 )
+# Widths that most have.
+_WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _KIMI_FORGET = ("f_a_proj.", "f_b_proj.", "dt_bias", "A_log")
 _DEEPSEEK_V3 = Family(
     defaults=defaults(
         *(129280, 7168, 18432, 61, 128, 4096, 0, 1),
-        kv_lora_rank=512,
+        **_WIDTHS,
         q_lora_rank=1536,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
         n_routed_experts=256,
         num_experts_per_tok=8,
         n_shared_experts=1,
@@ -52,11 +51,8 @@ LATENT: dict[str, Family] = {
         _DEEPSEEK_V3,
         defaults=defaults(
             *(102400, 4096, 11008, 32, 32, 2048, 1, 2),
-            kv_lora_rank=512,
+            **_WIDTHS,
             q_lora_rank=1536,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
             n_routed_experts=64,
             n_shared_experts=2,
             moe_intermediate_size=1407,
@@ -76,11 +72,8 @@ LATENT: dict[str, Family] = {
         defaults=defaults(
             *(154880, 2048, 10240, 47, 20, 202752, 0, 1),
             rms_norm_eps=1e-5,
-            kv_lora_rank=512,
+            **_WIDTHS | {"qk_nope_head_dim": 192, "v_head_dim": 256},
             q_lora_rank=768,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=192,
-            v_head_dim=256,
             n_routed_experts=64,
             num_experts_per_tok=4,
             n_shared_experts=1,
@@ -99,10 +92,7 @@ LATENT: dict[str, Family] = {
             *(163840, 2304, 9216, 27, 32, 1048576, 163584, 163586),
             rms_norm_eps=1e-5,
             hidden_act="silu",
-            kv_lora_rank=512,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
+            **_WIDTHS,
             num_experts=256,
             num_experts_per_tok=8,
             n_shared_experts=1,

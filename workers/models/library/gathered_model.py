@@ -45,8 +45,7 @@ class GatheredModel(LibraryModel):
     def __init__(self, module: PreTrainedModel, why_not_packed: str = "") -> None:
         """Take ownership of a loaded model, and run a few tokens to find what it stores.
 
-        Raises:
-            ModelError: A layer stores something else.
+        Raises ModelError if a layer stores something else.
         """
         super().__init__(module)
         self.why_not_packed = why_not_packed

@@ -171,8 +171,7 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
 
     Takes ownership of `module`.
 
-    Raises:
-        ModelError: Neither is possible. The message has both reasons.
+    Raises ModelError if neither is possible. The message has both reasons.
     """
     try:
         with library_errors("run a batch of the model"):

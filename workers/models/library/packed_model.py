@@ -33,8 +33,7 @@ class PackedModel(LibraryModel):
     def __init__(self, module: PreTrainedModel) -> None:
         """Take ownership of a loaded model, and run one token to find the shapes of its keys and values.
 
-        Raises:
-            ModelError: Its attention cannot run over pages; the message says why.
+        Raises ModelError if its attention cannot run over pages; the message says why.
         """
         super().__init__(module)
         if not self._takes_positions:

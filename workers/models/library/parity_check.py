@@ -25,8 +25,7 @@ def check_scaled_down(directory: Path, settings: LibrarySettings) -> float | Non
 
     None, with a warning in the log, if even the scaled-down model is too large.
 
-    Raises:
-        ModelError: The error is too large.
+    Raises ModelError if the error is too large.
     """
     module = scaled_down_model(settings)
     if module is None:
@@ -44,11 +43,7 @@ def check_scaled_down(directory: Path, settings: LibrarySettings) -> float | Non
 
 
 def check_loaded(directory: Path, model: LibraryModel, description: ModelDescription) -> float:
-    """The relative error of a loaded model in its dtype.
-
-    Raises:
-        ModelError: The error is too large.
-    """
+    """The relative error of a loaded model in its dtype. Raises ModelError if the error is too large."""
     with library_errors("run the model"):
         return check_parity(
             model,

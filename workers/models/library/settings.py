@@ -88,8 +88,7 @@ class LibrarySettings:
 def read_settings(directory: Path) -> LibrarySettings:
     """Read the settings of a model; see `ModelConfig.from_directory`.
 
-    Raises:
-        ModelError: A file is invalid, or the model is not supported.
+    Raises ModelError if a file is invalid, or the model is not supported.
     """
     source = source_of(directory)
     settings = source.settings()
@@ -154,8 +153,7 @@ def _drop_oversized(settings: Mapping[str, object], config_class: type[Any]) -> 
 
     Examples are the number of training tokens, and 10^30 as the limit of a tokenizer without one.
 
-    Raises:
-        ModelError: An integer is oversized, and the library knows its name or no float can represent it.
+    Raises ModelError if an integer is oversized, and the library knows its name or no float can represent it.
     """
     kept: dict[str, object] = {}
     parts: Mapping[str, type[Any]] = getattr(config_class, "sub_configs", {})

@@ -22,7 +22,21 @@ from workers.models.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerRows:
+class _Rows:
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values, for reports of progress."""
+        return self.values.nbytes
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerRows(_Rows):
     """Rows of a matrix of integers.
 
     Attributes:
@@ -33,19 +47,9 @@ class IntegerRows:
         table: Which of `TABLES` has what values stand for; 0: they are numbers.
     """
 
-    values: torch.Tensor
-    scales: torch.Tensor
     zeros: torch.Tensor | None
     order: torch.Tensor | None
     table: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Of the values, for reports of progress."""
-        return self.values.nbytes
-
-    def __len__(self) -> int:
-        return len(self.values)
 
     def __getitem__(self, rows: slice) -> IntegerRows:
         zeros = None if self.zeros is None else self.zeros[rows]
@@ -72,24 +76,13 @@ class IntegerRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Rows:
+class Float8Rows(_Rows):
     """Rows of a matrix of 8-bit floats.
 
     Attributes:
         values: [n, I] float8_e4m3fn.
         scales: [n, S] float32.
     """
-
-    values: torch.Tensor
-    scales: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Of the values, for reports of progress."""
-        return self.values.nbytes
-
-    def __len__(self) -> int:
-        return len(self.values)
 
     def __getitem__(self, rows: slice) -> Float8Rows:
         return Float8Rows(self.values[rows], self.scales[rows])
