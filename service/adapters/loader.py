@@ -59,7 +59,7 @@ class AdapterLoader:
         self._directory = Path(config.adapters).resolve() if config.adapters else None
         # Running ones, by tenant.
         self._loads: Counter[str] = Counter()
-        # When it was noticed first that a version is retired, by number.
+        # Since when each retired version is known to be so, by number.
         self._retired_s: dict[int, float] = {}
         # Changes are stored one after the other.
         self._writing = asyncio.Lock()
