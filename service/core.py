@@ -86,9 +86,7 @@ class Core:
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes, self.values)
-        self.adapter_loader = AdapterLoader(
-            self.adapters, self.adapter_store, self.pool, self.caches, config, self.caches.adapter_contents()
-        )
+        self.adapter_loader = AdapterLoader(self.adapters, self.adapter_store, self.pool, self.caches, config)
         self.caches.parts.context.digest_of = self.adapters.digest_of
         self.weight_uploads = WeightUploads(directory, versions, config)
         self.state = ServerState(

@@ -86,7 +86,7 @@ def prepare(config: Config) -> None:
 
 
 def count_file(directory: Path) -> Path:
-    """Has the number of gateways of which the caches in a data directory are, if that is not one."""
+    """Has the number of gateways that share the caches of a data directory, if there are several."""
     return directory / "shards" / "count"
 
 

@@ -283,9 +283,9 @@ class Dispatcher:
                 if not found or found[-1][0] is not on_outcomes:
                     found.append((on_outcomes, []))
                 found[-1][1].append((index, outcome))
-        for on_outcomes, its in found:
+        for on_outcomes, outcomes in found:
             try:
-                on_outcomes(its)
+                on_outcomes(outcomes)
             except BaseException as error:
                 self._failed(error)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from quire.v1 import admin_pb2
 
 from service.adapters import store as files
-from service.adapters.recovery import numbers_again, recover
+from service.adapters.recovery import recover
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.adapters.store import AdapterStore, Found, bad_adapter
 from service.caches.machine import CacheMachine
@@ -50,9 +50,7 @@ class AdapterLoader:
         pool: Supervisor,
         caches: CacheMachine,
         config: Config,
-        contents: Mapping[int, str] | None = None,
     ) -> None:
-        """`contents`: see `recover`."""
         self._adapters = adapters
         self._store = store
         self._pool = pool
@@ -61,14 +59,14 @@ class AdapterLoader:
         self._directory = Path(config.adapters).resolve() if config.adapters else None
         # Running ones, by tenant.
         self._loads: Counter[str] = Counter()
-        # When it was noticed first that a version is retired, by number.
+        # Since when each retired version is known to be so, by number.
         self._retired_s: dict[int, float] = {}
         # Changes are stored one after the other.
         self._writing = asyncio.Lock()
         # What the directory had when it was read last: adapters, and subdirectories that are none.
         self._found: Mapping[str, Found] = {}
         self._ignored: set[str] = set()
-        self._contents = {} if contents is None else contents
+        self._contents = caches.adapter_contents()
         recover(adapters, store, self._contents, caches.adapters_in_use())
         if self._directory is not None:
             self._found = {v.adapter_id: Found(v.identity, v.digest) for v in self._of_directory()}
@@ -244,7 +242,9 @@ class AdapterLoader:
                 version.identity = identity
                 continue
             path = str(directory / adapter_id)
-            again = [n for n in numbers_again(self._adapters, self._contents, digest) if n not in taken]
+            # Numbers that caches have of this content, and the registry has not.
+            known = sorted(n for n, content in self._contents.items() if content == digest)
+            again = [n for n in known if n not in taken and self._adapters.get(n) is None]
             try:
                 number = again.pop() if again else self._adapters.next_number(len(new))
             except AdapterLimit as error:

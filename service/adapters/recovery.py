@@ -53,8 +53,3 @@ def _copies_of_caches(
             if store.digest_of(version) == digest:
                 found.append(version)
     return found
-
-
-def numbers_again(adapters: Adapters, contents: Mapping[int, str], digest: str) -> list[int]:
-    """The numbers that caches have of this content and the registry has not, in order."""
-    return sorted(n for n, known in contents.items() if known == digest and adapters.get(n) is None)

@@ -52,9 +52,12 @@ class Adapters:
     def __iter__(self) -> Iterator[AdapterVersion]:
         return iter(self._versions.values())
 
-    def next_number(self, beside: int = 0) -> int:
-        """A number for a new version, beside so many other new ones. Raises AdapterLimit."""
-        if len(self._versions) + beside >= self._max_versions:
+    def next_number(self, reserved: int = 0) -> int:
+        """A number for a new version. `reserved`: versions that have numbers, and are added with it.
+
+        Raises AdapterLimit.
+        """
+        if len(self._versions) + reserved >= self._max_versions:
             raise AdapterLimit("versions of adapters", self._max_versions)
         self.last_number += 1
         return self.last_number

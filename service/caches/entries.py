@@ -72,8 +72,8 @@ class Operation(Forward):
     # Written along the table in states.py, by the modules that it names.
     state: State = WAITING
 
-    # Written by queues.py. The number of its caches where its turn has not come; whether its caller gets an
-    # answer; the records that are with the journal; the caches that these release.
+    # Written by queues.py. How many of its caches it still waits for; whether its caller gets an answer; the
+    # records that are with the journal; the caches that these release.
     turns_left: int = 1
     is_answered: bool = True
     records: Sequence[Record] | None = None
@@ -147,7 +147,7 @@ class CacheEntry:
     used_s: float = 0.0
 
     # Written by placement.py. Its worker, if any, which has KV of the first `kv_len` tokens. `ALL_KV`: of all
-    # that it has, and of what it appends to them.
+    # tokens of the cache, also of those that the worker appends.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
@@ -223,9 +223,9 @@ class WorkerView:
     pages_total: int
     # The longest sequence: limited by the context of the model, or by all pages.
     capacity_tokens: int
-    # Free or cached pages, as last reported.
+    # Free or cached pages, as it has last reported.
     pages_available: int
-    # Pages of running attempts, which may not be counted in that yet.
+    # Pages of running attempts, which that report may not count yet; written by `Attempts`.
     pages_queued: int = 0
     # The caches whose KV it has, in LRU order; written by `KvPlacement`.
     held: OrderedDict[CacheEntry, None] = field(default_factory=OrderedDict)

@@ -219,7 +219,7 @@ class CacheMachine(OperationQueues):
 
     def _end_weights(self, weights: int) -> None:
         """Fails the operations that need these weights."""
-        its = [
+        affected = [
             operation
             for operation in self.operations.values()
             if any(entry.state.weights == weights for entry in operation.entries)
@@ -227,12 +227,12 @@ class CacheMachine(OperationQueues):
         self._finish(
             [
                 (operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
-                for operation in its
+                for operation in affected
                 if operation.state is not COMMITTING and operation.kind.needs_weights
             ]
         )
         # Releases may have waited for them.
-        self._advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
+        self._advance(dict.fromkeys(entry for operation in affected for entry in operation.entries))
 
     def adapters_in_use(self) -> Counter[int]:
         """The adapters of caches, and of operations that create one; each with its number of caches."""

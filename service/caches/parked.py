@@ -24,7 +24,7 @@ from service.errors import DeadlinePassed, KvExhausted, NoWorker, Overloaded, Qu
 # encode as many takes some milliseconds.
 _REPLAYED_AT_ONCE = 1 << 15
 _MOMENT_S = 0.02
-# A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
+# A parked operation fails so long before its deadline, or a tenth of its time: the caller gets the reason.
 _REFUSE_EARLY_S = 0.1
 
 _Key = TypeVar("_Key")

@@ -19,7 +19,7 @@ from service.token_bucket import TokenBucket
 
 # Retry delay when too many requests are in flight: when one ends is not known.
 _RETRY_S = 0.1
-# With fewer tokens left a tenant nearly has what it may.
+# A tenant with fewer tokens left than this is nearly at its limit.
 _NEARLY_FULL = 4096
 
 

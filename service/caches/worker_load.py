@@ -228,7 +228,7 @@ def _require_time(forward: Forward, times: _LatencyModel, wait_s: float, now_s: 
     is_first = forward.total <= forward.cost
     # 0: unknown, or nothing is ahead.
     expected_s = 0.0 if is_first else times.expected_s(forward.total)
-    # The least part of that which is its own work.
+    # At least so much of that is its own computation.
     own_s = times.slope_s * forward.cost
     if forward.deadline_s is None:
         # Without a deadline only the queueing delay is limited.

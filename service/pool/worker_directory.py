@@ -6,20 +6,17 @@
     epoch               the highest epoch that was ever used in this directory
     gateway-id          how workers know the gateways of this directory
 
-A gateway locks the directory itself. A file that is not a private file of this user is removed.
+A gateway locks the directory itself, which only this user can write to. An invalid file is removed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 import re
 import secrets
-import shutil
-import stat
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +27,11 @@ from typing import TypeVar
 from service import durable_file
 from service.logging import get_logger
 from service.temporary_directory import locked
+from workers.common.regular_files import open_regular
 from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
 
-_MAX_FILE_BYTES = 256
 _MAX_EPOCH = 1 << 53
 _ID_BYTES = 16
 _LOCK_NAME = re.compile(r"(?P<worker_id>.{1,64})-(?P<epoch>[1-9][0-9]{0,15})\.lock", re.ASCII)
@@ -220,26 +217,14 @@ def _read_worker_file(path: Path) -> WorkerFile:
 
 
 def _read(path: Path) -> str:
-    """Reads a small private file of this user. Raises OSError or ValueError."""
-    # O_NONBLOCK: opening a named pipe must not block.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(errno.EPERM, "it is not a private file of this user", str(path))
-        content = file.read(_MAX_FILE_BYTES + 1)
-    if len(content) > _MAX_FILE_BYTES:
-        raise ValueError("it is too large")
-    return content.decode()
+    """Raises OSError or ValueError."""
+    with open_regular(path) as file:
+        return file.read().decode()
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, link or directory. Raises nothing."""
+    """Raises nothing."""
     try:
-        path.unlink()
-    except FileNotFoundError:
-        pass
-    except IsADirectoryError:
-        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("cannot remove a file of a worker", path=str(path), error=error.strerror)

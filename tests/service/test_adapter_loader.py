@@ -45,7 +45,7 @@ class Server:
         # What happened: numbers that workers were told of, and that were stored.
         self.told: list[int] = []
         pool = SimpleNamespace(send_adapters=self._tell)
-        caches = SimpleNamespace(adapters_in_use=Counter)
+        caches = SimpleNamespace(adapters_in_use=Counter, adapter_contents=dict)
         self.store = AdapterStore(data_dir, MAX_BYTES, self.values)
         self.is_made = False
         self.loader = AdapterLoader(

@@ -40,10 +40,10 @@ class Gateway:
         self.told: dict[int, str] = {}
         self.store = AdapterStore(data_dir, MAX_BYTES, self.values)
         pool = SimpleNamespace(send_adapters=self._send, load_adapter=self._load)
-        caches = SimpleNamespace(adapters_in_use=lambda: Counter(contents or ()))
+        known = {} if contents is None else contents
+        caches = SimpleNamespace(adapters_in_use=lambda: Counter(known), adapter_contents=lambda: known)
         config = Config(adapters="" if directory is None else str(directory))
-        parts = self.adapters, self.store, cast(Any, pool), cast(Any, caches), config
-        self.loader = AdapterLoader(*parts, contents=contents)
+        self.loader = AdapterLoader(self.adapters, self.store, cast(Any, pool), cast(Any, caches), config)
 
     def _send(self, command: worker_pb2.AdapterCommand) -> None:
         self.told |= {source.adapter: source.digest for source in command.added}

@@ -196,11 +196,12 @@ def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
         assert all((Path(found).parent / name).read_bytes() == content for name, content in shards.items())
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said and "100% downloaded" in said
         _, said = find(model=f"{MODEL}:Q2_K", HF_ENDPOINT=endpoint)
-        assert f"{MODEL} has no GGUF file Q2_K: it has BF16, Q4_K_M, Q5_K_M, Q8_0, UD-Q4_K_M" in said
+        assert f"{MODEL} has no GGUF file Q2_K: it has BF16/tiny.gguf, tiny [1]-Q5_K_M.gguf, " in said
+        assert "tiny-Q4_K_M.gguf, tiny-Q8_0.gguf, tiny-UD-Q4_K_M.gguf" in said
         other, _ = find(model=f"{MODEL}:Q5_K_M", HF_ENDPOINT=endpoint)
         assert Path(other).read_bytes() == b"5" * 500, "a name is no pattern"
         _, said = find(HF_ENDPOINT=endpoint)
-        assert f"{MODEL} has GGUF files: name one of them, such as {MODEL}:Q4_K_M; it has BF16" in said
+        assert f"{MODEL} has GGUF files: name one of them, such as {MODEL}:Q4_K_M; it has BF16/" in said
     assert find(model=f"{MODEL}:Q8_0", HF_HUB_OFFLINE="1") == (found, "")
     assert find(model=f"{MODEL}:Q8_0", HF_ENDPOINT=NOBODY) == (found, "")
 
