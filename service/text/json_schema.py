@@ -103,10 +103,6 @@ def _set_bounds(schema: Schema) -> None:
             del schema[exclusive]
             beside = _next(bound, sign, schema.get("multipleOf"))
             schema[inclusive] = nearer(beside, other) if is_number(other) else beside
-    least, most = schema.get("minimum"), schema.get("maximum")
-    if is_number(least) and is_number(most) and least > most:
-        # Also if they differ by less than the library's precision.
-        schema["minimum"], schema["maximum"] = 1, 0
 
 
 def _inside(bound: float, sign: int) -> float:
