@@ -29,7 +29,7 @@ from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
 from service.runtimes.token_rules import token_rules
 from service.text.constraints import Matcher
 from service.text.text_model import TextModel
-from service.text.tokenizer import SpecialTokens
+from service.text.tokenizer import with_special_tokens
 
 _SEEDS = 1 << 64
 # More than the bytes of the longest bad word.
@@ -188,7 +188,7 @@ class ItemPreparer:
                 end_ids=end_ids,
                 stops=tuple(item.stop),
                 stop_ids=stop_ids,
-                tokenizer=SpecialTokens(tokenizer) if has_special and tokenizer else tokenizer,
+                tokenizer=with_special_tokens(tokenizer) if has_special and tokenizer else tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
                 min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
                 max_entropy=item.max_entropy if item.HasField("max_entropy") else None,

@@ -94,7 +94,7 @@ def _forms(chat: runner_pb2.Chat) -> Iterator[_Messages]:
 def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Messages:
     # The function of each call before a message, by the call's id.
     functions: dict[str, str] = {}
-    written = openai_messages(chat, _value if are_values else _text)
+    written = openai_messages(chat, _value if are_values else lambda given, _field: given)
     for message, fields in zip(chat.messages, written, strict=True):
         if message.HasField("reasoning_content"):
             # Templates have three names for it.
@@ -156,10 +156,6 @@ def _described(tools: Sequence[Any]) -> list[Any]:
 
 def _value(arguments_json: str, field: str) -> Any:
     return parse(arguments_json, "BAD_CHAT", field)
-
-
-def _text(arguments_json: str, _field: str) -> str:
-    return arguments_json
 
 
 def _bad_chat(error: TemplateError) -> InvalidArgument:

@@ -251,8 +251,11 @@ def _schema_grammar(schema: Schema) -> str:
     """A schema in the library's own format. Raises SchemaError."""
     # With numbers as escapes, a declared name could be written as an additional one.
     guidance = {
-        "whitespace_pattern": _JSON_WHITESPACE, "json_allowed_escapes": 'nrbtf\\"', "coerce_one_of": True,
-    }  # fmt: skip
+        "whitespace_pattern": _JSON_WHITESPACE,
+        "json_allowed_escapes": 'nrbtf\\"',
+        "coerce_one_of": True,
+        "lenient": True,
+    }
     schema = prepared(schema) | {"x-guidance": guidance}
     return _to_json({"lark_grammar": _JSON_LARK + NO_FORCING}, {"name": "value", "json_schema": schema})
 

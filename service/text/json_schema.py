@@ -2,7 +2,8 @@
 
 `prepared` writes a schema such that the library's grammar allows only valid values, or refuses it where the
 library cannot: it ignores an exclusive bound that is an integer beside the other bound. `schema_values`
-checks finished values, for what is left: the library takes a `oneOf` as an `anyOf`, and rounds numbers.
+checks finished values, for what is left: the library takes a `oneOf` as an `anyOf`, rounds numbers, and
+leaves out what it does not know.
 """
 
 from __future__ import annotations
@@ -15,24 +16,9 @@ from urllib.parse import quote
 from service.text.schema_patterns import SchemaError, check_backslash
 from service.text.schema_values import NAMED, Schema, is_number
 
-# The formats that the library enforces. The specification lets all others be annotations.
-_FORMATS = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
 # Where schemas have schemas: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
-# Values with which keywords that the library does not know say nothing. All names are strings.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "propertyNames": (True, {}, {"type": "string"}),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-    "not": (False,),
-}
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # The least distance from an exclusive bound: a smaller one takes an expression of hundreds of digits.
 _LEAST_DISTANCE = 1e-15
@@ -46,15 +32,15 @@ _URI = "-._~:/?@!$&'()*+,;=%"
 
 def prepared(schema: Schema) -> Schema:
     """A schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
-    written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
+    written = dict(schema)
     _prepare_inner(written)
     if not isinstance(schema.get("items"), list):
         # Only beside a list it counts, and the library ignores `prefixItems` where there is one.
         written.pop("additionalItems", None)
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         written["$ref"] = "#" + quote(reference[1:], safe=_URI)
-    if written.get("format") not in _FORMATS:
-        written.pop("format", None)
+    if schema.get("format", "") is None:
+        del written["format"]
     patterns = schema.get("patternProperties")
     for expression in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
         check_backslash(expression)
@@ -78,11 +64,6 @@ def _prepare_inner(schema: Schema) -> None:
     schema |= {name: _inner(schema[name]) for name in _ONE if name in schema}
 
 
-def _says_nothing(name: str, value: Any) -> bool:
-    # `x-guidance` has options of the library.
-    return name == "x-guidance" or any(value == neutral for neutral in _NEUTRAL.get(name, ()))
-
-
 def _inner(schema: Any) -> Any:
     return prepared(schema) if isinstance(schema, dict) else schema
 
@@ -103,10 +84,6 @@ def _set_bounds(schema: Schema) -> None:
             del schema[exclusive]
             beside = _next(bound, sign, schema.get("multipleOf"))
             schema[inclusive] = nearer(beside, other) if is_number(other) else beside
-    least, most = schema.get("minimum"), schema.get("maximum")
-    if is_number(least) and is_number(most) and least > most:
-        # Also if they differ by less than the library's precision.
-        schema["minimum"], schema["maximum"] = 1, 0
 
 
 def _inside(bound: float, sign: int) -> float:

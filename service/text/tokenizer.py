@@ -8,13 +8,15 @@ unknown part may still be harmless.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from quire.detokenizer import decoder_parts
+from quire.detokenizer import TokenDecoder, decoder_parts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -59,15 +61,10 @@ def load_tokenizer(tokenizer_json: bytes) -> Tokenizer:
     return Tokenizer.from_buffer(tokenizer_json)
 
 
-class SpecialTokens:
+def with_special_tokens(tokenizer: Tokenizer) -> TokenDecoder:
     """Decodes special tokens as their names, which a `Detokenizer` otherwise leaves out."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.decoder, self.id_to_token = getattr(tokenizer, "decoder", None), tokenizer.id_to_token
-        self._decode = tokenizer.decode
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return self._decode(ids, skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    return SimpleNamespace(decode=decode, decoder=tokenizer.decoder, id_to_token=tokenizer.id_to_token)
 
 
 def encode_task(text: str, *, add_special_tokens: bool) -> bytes:
