@@ -123,6 +123,20 @@ async def test_a_body_of_bad_chunks_is_refused() -> None:
             writer.close()
 
 
+@pytest.mark.parametrize(("spaces", "status"), [(0, b"200"), (2000, b"400")])
+async def test_chunks_may_be_small_but_not_many(spaces: int, status: bytes) -> None:
+    """Before, a megabyte of chunks of a byte, from anybody, stopped the gateway for seconds."""
+    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
+        body = raw_request().partition(b"\r\n\r\n")[2] + b" " * spaces
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nConnection: close\r\n" + HOST
+        head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        answer = await reader.read()
+        assert answer.split()[1] == status
+        writer.close()
+
+
 async def test_whole_requests_on_one_connection_are_answered_in_turn() -> None:
     async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)

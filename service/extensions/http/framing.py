@@ -15,6 +15,9 @@ import h11
 # Any authority, but no user name, which RFC 9110 forbids here.
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>/[^#]*|\?[^#]*)?", re.IGNORECASE)
 _LENGTH = re.compile(rb"^content-length:(.*)$", re.IGNORECASE | re.MULTILINE)
+# Beyond the first chunks of a body, each has so many bytes on average. Parsing one takes some 10 us, whatever
+# its size, and up to 256 KiB are parsed before other tasks run.
+_FREE_CHUNKS, _LEAST_CHUNK_BYTES = 1024, 256
 
 
 class RequestConnection(h11.Connection):
@@ -28,13 +31,21 @@ class RequestConnection(h11.Connection):
         """`max_head_bytes`: of a request line with its headers, and of a body's trailers."""
         super().__init__(h11.SERVER, max_head_bytes)
         self._max_head_bytes = max_head_bytes
+        # Of the body that is received.
+        self._chunks = self._body_bytes = 0
 
     def next_event(self) -> Any:
         if self.their_state is not h11.IDLE:
             event = super().next_event()
-            if isinstance(event, h11.EndOfMessage):
+            if isinstance(event, h11.Data):
+                self._chunks += event.chunk_start
+                self._body_bytes += len(event.data)
+                if self._chunks > _FREE_CHUNKS + self._body_bytes // _LEAST_CHUNK_BYTES:
+                    raise h11.RemoteProtocolError("the chunks of the body are too small")
+            elif isinstance(event, h11.EndOfMessage):
                 self._check_size(sum(len(name) + len(value) for name, value in event.headers))
             return event
+        self._chunks = self._body_bytes = 0
         received, _ = self.trailing_data
         event = super().next_event()
         if not isinstance(event, h11.Request):
