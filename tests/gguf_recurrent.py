@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 NAMES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
     "granitemoehybrid": "granitehybrid", "lfm2_moe": "lfm2moe", "falcon_h1": "falcon-h1", "jamba": "jamba",
-    "nemotron_h": "nemotron_h",
+    "nemotron_h": "nemotron_h", "mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2",
 }  # fmt: skip
 # Layers without attention.
 _RECURRENT = ("linear_attention", "conv", "mamba", "mlp", "moe")
@@ -24,6 +24,8 @@ Array = np.ndarray[Any, Any]
 
 def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     """The keys of an architecture, in place of those for attention in each layer."""
+    if name.startswith("mamba"):
+        return _mamba(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     found: dict[str, Any] = {
@@ -42,6 +44,26 @@ def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     if name in own:
         return found | own[name](config)
     return found | _qwen(name, config, head_dim, rope)
+
+
+def _mamba(config: PreTrainedConfig) -> dict[str, Any]:
+    """`MambaModel.set_gguf_parameters`, and that of `Mamba2Model`."""
+    found = {
+        "context_length": 2**20,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "block_count": config.num_hidden_layers,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.inner_size": config.intermediate_size,
+        "ssm.state_size": config.state_size,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+    }
+    if config.model_type == "mamba2":
+        inner = {"ssm.inner_size": config.expand * config.hidden_size}
+        return found | inner | {"ssm.time_step_rank": config.num_heads, "ssm.group_count": config.n_groups}
+    is_falcon = config.model_type == "falcon_mamba"
+    return found | {"ssm.time_step_rank": config.time_step_rank, "ssm.dt_b_c_rms": is_falcon}
 
 
 def _short_convolutions(config: PreTrainedConfig) -> dict[str, Any]:
@@ -209,6 +231,8 @@ def tensors(name: str, config: PreTrainedConfig, tensor: str, values: Array) -> 
         yield from _of_qwen(config, tensor, values)
     elif name == "falcon-h1":
         yield _of_mamba2(tensor, _multiplied(config, tensor, values), config.mamba_n_groups)
+    elif name == "mamba2":
+        yield _of_mamba2(tensor, values, config.n_groups)
     elif name.startswith("nemotron"):
         yield _of_mamba2(_with_known_experts(tensor), values, config.n_groups)
     else:

@@ -64,6 +64,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite hybrid with experts": {"intermediate_size": 64, "shared_intermediate_size": 96},
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True, **_EXPERTS},
     "jamba": {"mamba_dt_rank": 32},
+    "mamba": {"time_step_rank": 32},
+    "falcon_mamba": {"time_step_rank": 32},
+    "mamba2": {},
     "nemotron_h": {"mamba_head_dim": 32, "time_step_min": 0.001},
     "nemotron_h with experts": {
         **_EXPERTS,
@@ -84,7 +87,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT | {"rope_interleave": True, "mlp_layer_types": ["dense", *3 * ["sparse"]]},
 }
 # Norms with 1 added, factors of frequencies and decays are rounded to float32 in files.
-_ROUNDED = ("gemma", "llama3", "phi3 with", "jamba", "nemotron", "qwen3_5", "qwen3_next", "granite hybrid")
+_ROUNDED = (
+    "mamba",
+    "falcon_mamba",
+    "gemma",
+    "llama3",
+    "phi3 with",
+    "jamba",
+    "nemotron",
+    "qwen3_5",
+    "qwen3_next",
+    "granite hybrid",
+)
 
 
 def family(directory: Path, name: str, **settings: Any) -> Path:

@@ -85,6 +85,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "n_shared_experts": 1,
     },
+    "mamba": {"max_position_embeddings": 2**20},
+    "falcon_mamba": {"max_position_embeddings": 2**20},
+    "mamba2": {"max_position_embeddings": 2**20},
     "granite hybrid": {},
     "granite hybrid with experts": {"position_embedding_type": "nope"},
     "qwen3_5": {"attention_bias": False},
@@ -103,7 +106,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {},
 }
 # Models of which a file says the same in another way, or that another family computes.
-NAMELESS = ("llama3", "longrope", "glm4", "granitemoe", "falcon_h1", "jamba", "nemotron_h", "lfm2_moe")
+NAMELESS = (
+    "mamba",
+    "llama3",
+    "longrope",
+    "glm4",
+    "granitemoe",
+    "falcon_h1",
+    "jamba",
+    "nemotron_h",
+    "lfm2_moe",
+)
 # Architectures whose models compute as those of another family.
 ALIKE = {
     "exaone": "llama3", "internlm2": "llama with biases", "ernie4_5": "llama", "minicpm": "granite",

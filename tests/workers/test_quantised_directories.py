@@ -139,6 +139,14 @@ def test_the_weights_are_those_of_the_files_exactly(name: str, tmp_path: Path) -
         torch.testing.assert_close(values, meant[tensor], rtol=loss, atol=0, msg=tensor)
 
 
+def test_rows_of_a_single_word(tmp_path: Path) -> None:
+    """Of 8 inputs, whose transposed words have one column."""
+    make_model(tmp_path, TinyModel(hidden_size=8, heads=1, kv_heads=1))
+    meant = make.gptq(tmp_path, group=-1)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(matrices(load_decoder(tmp_path))[name], meant[name])
+
+
 # One of each format in memory. The check knows nothing of how files have it.
 PROVEN = (
     *(

@@ -156,6 +156,18 @@ _NEMOTRON = Architecture(
     },
     rotates=False,
 )
+_MAMBA = Architecture(
+    "mamba",
+    SSM | {"ssm.dt_b_c_rms"},
+    norm_eps=("layer_norm_epsilon", RMS_EPS),
+    settings={
+        "ssm.conv_kernel": "conv_kernel",
+        "ssm.state_size": "state_size",
+        "ssm.time_step_rank": "time_step_rank",
+    },
+    present={"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"},
+    rotates=False,
+)
 _LFM2 = Architecture(
     "lfm2",
     recurrent_without_heads=True,
@@ -211,6 +223,17 @@ ARCHITECTURES = {
         },
         # Its weights are multiplied already by what a config names.
         defaults={"mamba_norm_before_gate": False},
+    ),
+    "mamba": _MAMBA,
+    "mamba2": replace(
+        _MAMBA,
+        model_type="mamba2",
+        settings={
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.state_size": "state_size",
+            "ssm.time_step_rank": "num_heads",
+            "ssm.group_count": "n_groups",
+        },
     ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": replace(

@@ -93,6 +93,17 @@ def jamba(file: FileSettings) -> dict[str, object]:
     return found | (_period("experts", "expert", has_experts) if any(has_experts) else {"num_experts": 1})
 
 
+def mamba(file: FileSettings) -> dict[str, object]:
+    """Mamba 1, or that of Falcon, which has norms."""
+    own: dict[str, object] = {"intermediate_size": file.own.get("ssm.inner_size")}
+    return own | ({"model_type": "falcon_mamba"} if file.own.get("ssm.dt_b_c_rms") else {})
+
+
+def plain_mamba2(file: FileSettings) -> dict[str, object]:
+    """Mamba 2 without attention. Raises GgufError."""
+    return {"expand": _expansion(file), "head_dim": _head_width(file)}
+
+
 def _period(what: str, name: str, layers: Sequence[bool]) -> dict[str, object]:
     """Which layers they are, as a config says it. Raises GgufError for those that it cannot say."""
     where = [index for index, is_one in enumerate(layers) if is_one]

@@ -26,8 +26,10 @@ from workers.common.gguf.hybrid_settings import (
     falcon_h1,
     granite_scales,
     jamba,
+    mamba,
     mamba2,
     nemotron,
+    plain_mamba2,
     short_conv,
 )
 
@@ -233,6 +235,8 @@ _READERS: Mapping[str, Callable[[FileSettings], dict[str, object]]] = {
     "falcon-h1": falcon_h1,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron),
     "jamba": jamba,
+    "mamba": mamba,
+    "mamba2": plain_mamba2,
     "granitehybrid": mamba2,
     **dict.fromkeys(("cohere2", "exaone4"), _windows),
     "mistral3": _mistral3,

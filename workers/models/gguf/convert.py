@@ -79,7 +79,7 @@ def convert(model: Path, out: Path, quantization: str, progress: Progress | None
             new = _NewFile(plan, _metadata(plan, text, source))
     with _temporary(out) as (file, path):
         new.begin(file)
-        with _errors_naming(model):
+        with _errors_naming(model, path):
             _check_same(GgufSource(path, [path]), plan, text, new.shapes)
         new.write_weights(file, progress)
     return new.nbytes
@@ -264,12 +264,13 @@ def _is_same_rope(ours: RopeSpec | None, theirs: RopeSpec | None, rotary_dim: in
 
 
 @contextmanager
-def _errors_naming(model: Path) -> Iterator[None]:
-    """Inside the block, errors about what a file can say become those of the model."""
+def _errors_naming(model: Path, written: Path | None = None) -> Iterator[None]:
+    """Inside the block, errors about what a file can say, or one that is written, name the model."""
     try:
         yield
-    except (GgufError, UnsupportedError) as error:
-        raise UnsupportedError(f"{model}: cannot be written as GGUF: {error}") from None
+    except (GgufError, ModelError) as error:
+        why = str(error).removeprefix(f"{written}: ")
+        raise UnsupportedError(f"{model}: cannot be written as GGUF: {why}") from None
 
 
 @contextmanager

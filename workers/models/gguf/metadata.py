@@ -41,6 +41,7 @@ _ARCHITECTURES = {
     **dict.fromkeys(("deepseek_v2", "glm4_moe_lite"), "deepseek2"),
     "granitemoe": "granitemoe",
     "olmo3": "olmo2",
+    "falcon_mamba": "mamba",
 }
 _WINDOW, _BASE_OF_WINDOWS = "attention.sliding_window", "rope.freq_base_swa"
 _SECTIONS = "rope.dimension_sections"
@@ -79,8 +80,8 @@ def model_metadata(config: ModelConfig, name: str, longest: int) -> dict[str, Va
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         WIDTH: config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        KV_HEADS: config.num_key_value_heads,
+        "attention.head_count": config.num_attention_heads if config.attends else 0,
+        KV_HEADS: config.num_key_value_heads if config.attends else 0,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         ARCHITECTURES[architecture].norm_eps[1]: float(config.rms_norm_eps),
@@ -180,6 +181,8 @@ def _sizes_of_recurrent(config: ModelConfig) -> dict[str, Value]:
         return {"shortconv.l_cache": sizes.taps}
     found: dict[str, Value] = {"ssm.conv_kernel": sizes.taps, "ssm.inner_size": sizes.inner}
     if isinstance(sizes, Mamba1Config):
+        if sizes.norms == "weightless":
+            found["ssm.dt_b_c_rms"] = True
         return found | {"ssm.state_size": sizes.state_width, "ssm.time_step_rank": sizes.rank}
     found["ssm.time_step_rank"] = sizes.heads
     if isinstance(sizes, Mamba2Config):

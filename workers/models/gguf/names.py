@@ -107,9 +107,10 @@ def names_of(family: Family) -> Names:
     match family.recurrent:
         case "short_conv":
             modules |= {ours: f"conv.{theirs}" for ours, theirs in _SHORT_CONV.items()}
-        case "jamba":
-            modules |= {ours: f"mamba.{theirs}" for ours, theirs in _MAMBA1.items()}
-            whole |= {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
+        case "jamba" | "mamba1" | "falcon_mamba":
+            place = family.recurrent_place
+            modules |= {ours: f"{place}.{theirs}" for ours, theirs in _MAMBA1.items()}
+            whole |= {"ssm_a": f"{place}.A_log", "ssm_d": f"{place}.D"}
         case "mamba2" | "gated_delta" as kind:
             place = family.recurrent_place
             scan = _SCAN | ({"ssm_in": "in_proj"} if kind == "mamba2" else _DELTA_RULE)
