@@ -37,7 +37,6 @@ TOLERANCE = 1e-4
 
 def tiny(directory: Path, seed: int) -> Path:
     """A random model with the shipped model's tokenizer."""
-    # The tokenizer has no bos, so that the harness does not take the config's.
     ends = {"bos_token_id": 3, "eos_token_id": END}
     spec = TinyModel(vocab_size=VOCAB, max_positions=ROOM, seed=seed, extra=ends)
     for name in ("tokenizer.json", "tokenizer_config.json"):
