@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.peers.base import Peer, PeerConfig, Unavailable
 
 # Module and class of each competitor, imported only in its process.
@@ -102,8 +104,12 @@ def _serve(pipe: Connection, config: PeerConfig, log_dir: Path) -> None:
             pipe.send(answer)
     if peer is not None:
         peer.close()
-    # Kill the process group, in case a failure has left child processes.
-    os.killpg(0, signal.SIGKILL)
+    # In case a failure has left child processes. Not this process: if it is killed, Python warns at the end
+    # of the suite of semaphores that tqdm has made in it.
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if process.pid != os.getpid() and os.getpgid(process.pid) == os.getpgrp():
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def _import_from(root: Path, alone: Path) -> None:

@@ -327,7 +327,7 @@ class RoleMissing(QuireError, code="PERMISSION_DENIED", reason="ROLE_MISSING"):
 
 
 class NoWorker(QuireError, code="UNAVAILABLE", reason="NO_WORKER", retry_after_s=1.0):
-    message = "no worker is ready"
+    message = "no worker is ready: the model is being loaded, or workers are being replaced"
 
 
 class Draining(QuireError, code="UNAVAILABLE", reason="DRAINING", retry_after_s=1.0):

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _SCHEDULES = {"simulator": 2000, "shell": 100}
 _MOST_SEED = 1 << 31
 _SOAK_MINUTES = 5.0
-# How long a command may go on when the time of its part is over.
+# How long a command may go on when the time of its part is over; at most as long as that.
 _GRACE_S = 60.0
 
 
@@ -98,7 +98,7 @@ def explore(part: str, minutes: float, seeds: random.Random) -> Iterator[list[st
     while (left_s := end_s - time.monotonic()) > 0:
         command = command_of(part, seeds.randrange(_MOST_SEED), left_s / 60)
         print(f"{part}: {' '.join(command)}", flush=True)
-        status = run(command, left_s + _GRACE_S)
+        status = run(command, left_s + min(_GRACE_S, 60 * minutes))
         if status is None:
             print(f"{part}: ended, its time was over", flush=True)
         elif status:
@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
     shares = parts()
     parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long, all parts together")
+    length = "how long, all parts together; what runs then may take as long again, at most five minutes"
+    parser.add_argument("--minutes", type=float, default=60.0, help=length)
     parser.add_argument("--seed", type=int, default=random.randrange(_MOST_SEED), help="of all other seeds")
     parser.add_argument("--only", choices=shares, action="append", help="a part; may be repeated")
     options = parser.parse_args(arguments)

@@ -48,10 +48,6 @@ The blocking ones are generated from this file: see generate_blocking.py.
 Generated from _aio_caches.py by {COMMAND}: change that file.
 """,
     ),
-    ("use it in an `async with`", "use it in a `with`"),
-    ("Leaving its `async with` block", "Leaving its `with` block"),
-    ("Iterate over it with `async for`, in an `async with` if", "Iterate over it, in a `with` if"),
-    ("async with cache.generate(token_id) as", "with cache.generate(token_id) as"),
     ("# The stream's tasks do not refer", "# The stream's threads do not refer"),
 )
 # Patterns that are replaced everywhere.
@@ -64,7 +60,8 @@ _WORDS = (
     (r"\b__a(enter|exit|iter)__\b", r"__\1__"),
     (r"\b(_?)Async(?=[A-Z])", r"\1"),
     (r"\bawait ", ""),
-    (r"\basync (?=def |with |for )", ""),
+    (r"\ban `async ", "a `async "),
+    (r"\basync (?=(?:def|with|for)\b)", ""),
     # What makes `async with client.prefill(...)` possible.
     (r"(?m)^ *(@opens|from quire\._opening import opens)\n", ""),
 )

@@ -25,7 +25,7 @@ from tests.fake_executor import FakeExecutor
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "clients" / "python"
 # What documents and messages may have installed from a registry.
-_OF_OTHERS = ("lm-eval", "tokenizers")
+_OF_OTHERS = ("lm-eval", "tokenizers", "transformers")
 
 # Run by an interpreter that finds the installed wheel first, and has none of the server's parts.
 _SCRIPT = """

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
-import os
 import re
-import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -42,7 +37,6 @@ TOLERANCE = 1e-4
 
 def tiny(directory: Path, seed: int) -> Path:
     """A random model with the shipped model's tokenizer."""
-    # The tokenizer has no bos, so that the harness does not take the config's.
     ends = {"bos_token_id": 3, "eos_token_id": END}
     spec = TinyModel(vocab_size=VOCAB, max_positions=ROOM, seed=seed, extra=ends)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -302,137 +296,6 @@ async def test_rollouts_say_how_likely_they_were(gateways: list[GatewayProcess],
         for values, scale in ((one.logprobs, 1.0), (one.sampled_logprobs, temperature)):
             truth = torch.log_softmax(logits / scale, -1)[range(len(one.tokens)), one.tokens]
             assert values == pytest.approx(truth.tolist(), abs=TOLERANCE)
-
-
-class Harness:
-    """What transformers says to the requests of lm-evaluation-harness, by the definitions of its tasks."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def logprobs(self, tokens: list[int], begin: int) -> tuple[float, bool]:
-        """Of tokens[begin:]. Nothing follows the last one, so that it needs no room in the context."""
-        logits = torch.log_softmax(hf_logits(self._directory, tokens[:-1]), -1)[begin - 1 :]
-        asked = tokens[begin:]
-        return logits[range(len(asked)), asked].sum().item(), logits.argmax(-1).tolist() == asked
-
-    def greedy(self, tokens: list[int], count: int) -> list[int]:
-        return hf_greedy(self._directory, tokens, count)
-
-
-def asked(*arguments: Any) -> SimpleNamespace:
-    return SimpleNamespace(args=arguments)
-
-
-def ids(text: str) -> list[int]:
-    return ["0123456789+=".index(character) for character in text if not character.isspace()]
-
-
-def test_the_harness_gets_the_numbers_of_transformers(
-    gateways: list[GatewayProcess], models: list[Path], client: Client
-) -> None:
-    model = recipe("lm_eval_adapter").QuireLM(target=gateways[0].address, batch_size="3")
-    truth = Harness(models[0])
-    pairs = [("12+34=", "46"), ("12+34= ", "7"), ("", "12"), ("1" * 70, "23"), ("5+5=", " 10")]
-    pairs.append(("12+3", "".join("0123456789+="[token] for token in truth.greedy(ids("12+3"), 1))))
-    found = model.loglikelihood([asked(*pair) for pair in pairs])
-    for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
-        cut = ((ids(context) or [END]) + ids(continuation))[-ROOM - 1 :]
-        told, greedy = truth.logprobs(cut, len(cut) - len(ids(continuation)))
-        assert (logprob, is_greedy) == (pytest.approx(told, abs=TOLERANCE), greedy), context
-    assert found[-1][1], "the last one is what a greedy loop says"
-
-    long = "98+7=105" * 20
-    rolled = model.loglikelihood_rolling([asked("12+34=46"), asked(long), asked("")])
-    tokens = [END, *ids(long)]
-    parts = [truth.logprobs(tokens[: ROOM + 1], 1)[0]]
-    for begin in range(ROOM + 1, len(tokens), ROOM):
-        end = min(begin + ROOM, len(tokens))
-        parts.append(truth.logprobs(tokens[end - ROOM - 1 : end], ROOM + 1 - end + begin)[0])
-    whole = [truth.logprobs([END, *ids("12+34=46")], 1)[0], math.fsum(parts), 0.0]
-    # The long one is a sum of 160 terms, about 1,000; each is right within a millionth of itself.
-    assert rolled == pytest.approx(whole, rel=1e-6, abs=TOLERANCE)
-
-
-def test_the_harness_gets_texts(gateways: list[GatewayProcess], models: list[Path]) -> None:
-    model = recipe("lm_eval_adapter").QuireLM(gateways[0].address, batch_size=2)
-    contexts = ["12+34=", "5+5=", "1" * 80, "=7", "9"]
-    found = model.generate_until([asked(context, {"max_gen_toks": 10}) for context in contexts])
-    for context, text in zip(contexts, found, strict=True):
-        greedy = hf_greedy(models[0], ids(context)[10 - ROOM :], 10)
-        greedy = greedy[: greedy.index(END)] if END in greedy else greedy
-        assert text == "".join("0123456789+="[token] for token in greedy if token < END)
-    whole = max(found, key=len)
-    stop, context = whole[2:4], contexts[found.index(whole)]
-    assert len(stop) == 2
-    (cut,) = model.generate_until([asked(context, {"max_gen_toks": 10, "until": stop})])
-    assert cut == whole[: whole.index(stop)]
-    settings = {"max_gen_toks": 10, "until": ["never"], "do_sample": True, "temperature": 1.0}
-    assert isinstance(model.generate_until([asked("1+1=", settings)])[0], str)
-
-
-_HARNESS = """
-import abc
-
-MODELS = {}
-
-
-def register_model(*names):
-    def register(model):
-        MODELS.update(dict.fromkeys(names, model))
-        return model
-    return register
-
-
-class LM(abc.ABC):
-    def __init__(self):
-        self.rank = 0
-
-    @abc.abstractmethod
-    def loglikelihood(self, requests): ...
-
-    @abc.abstractmethod
-    def loglikelihood_rolling(self, requests): ...
-
-    @abc.abstractmethod
-    def generate_until(self, requests): ...
-"""
-_COMMAND = """
-import sys
-from types import SimpleNamespace
-
-from lm_eval.api import model, registry
-
-
-def cli_evaluate():
-    made = registry.MODELS[sys.argv[1]](target=sys.argv[2], batch_size="auto", device=None)
-    assert isinstance(made, model.LM) and made.rank == 0
-    request = SimpleNamespace(args=("12+34=", "46"))
-    print(made.loglikelihood([request], disable_tqdm=True)[0][1], made.generate_until([
-        SimpleNamespace(args=("12+34=", {"max_gen_toks": 5, "until": ["\\n"]}))]))
-"""
-
-
-def test_the_adapter_registers_with_the_harness(shipped_gateway: GatewayProcess, tmp_path: Path) -> None:
-    """With a stand-in for it, which has the names that the adapter imports and its abstract class."""
-    (tmp_path / "lm_eval" / "api").mkdir(parents=True)
-    for name in ("api/model", "api/registry", "models"):
-        (tmp_path / "lm_eval" / f"{name}.py").write_text(_HARNESS)
-    (tmp_path / "lm_eval" / "__main__.py").write_text(_COMMAND)
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "lm_eval_adapter.py"), "quire", shipped_gateway.address],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-    )
-    assert done.stdout.strip() == "True ['46']", done.stderr
-
-
-def test_the_adapter_alone_says_that_the_harness_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ModuleNotFoundError, match="lm_eval"):
-        runpy.run_path(str(EXAMPLES / "lm_eval_adapter.py"), run_name="__main__")
 
 
 def test_grammars_of_a_tokenizer_of_bytes() -> None:

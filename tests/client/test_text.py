@@ -50,20 +50,18 @@ def made_of(tokenizer: Tokenizer) -> ModelTokenizer:
 BYTES, WORDS = made_of(of_bytes()), made_of(of_words())
 
 
-@pytest.mark.parametrize(
-    ("names", "begin"),
-    [
-        ({"bos_token": "a", "eos_token": "<end>"}, BYTES.encode("a")[-1]),
-        ({"eos_token": "<end>"}, END),
-        ({"bos_token": "none of its tokens"}, 7),
-        ({}, 7),
-    ],
-)
-def test_a_text_begins_as_the_tokenizer_says_before_the_config(names: dict[str, str], begin: int) -> None:
-    model = types_pb2.ModelDescription(bos_token_id=7, eos_token_ids=[END])
+def test_the_end_of_the_tokenizer_ends_a_text_too() -> None:
+    model = types_pb2.ModelDescription(eos_token_ids=[7])
     tokenizer_json = of_bytes().to_str().encode()
-    info = executor_pb2.GetModelInfoResponse(model=model, tokenizer_json=tokenizer_json, special_tokens=names)
-    assert ModelTokenizer(info).begin_id == begin
+    for names, ends in (
+        ({"eos_token": "<end>"}, {7, END}),
+        ({"eos_token": "none of its tokens"}, {7}),
+        ({}, {7}),
+    ):
+        info = executor_pb2.GetModelInfoResponse(
+            model=model, tokenizer_json=tokenizer_json, special_tokens=names
+        )
+        assert ModelTokenizer(info).end_ids == ends
 
 
 def test_texts_become_tokens_and_texts_again() -> None:

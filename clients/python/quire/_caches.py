@@ -410,7 +410,7 @@ class Cache(CacheState):
 class Generation:
     """What `Cache.generate` returns: chunks, one for each token.
 
-    Iterate over it, in a `with` if you may leave early. Leaving
+    Iterate over it with `for`, in a `with` if you may leave early. Leaving
     the block ends it on the server, and takes back the tokens that were appended beyond those of the
     chunks that were read.
     """

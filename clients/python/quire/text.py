@@ -33,25 +33,9 @@ class ModelTokenizer:
         """
         # The tokenizer of the library, with all its methods.
         self.library: Tokenizer = _loaded(info.tokenizer_json)
-        names = (info.special_tokens.get(name, "") for name in ("bos_token", "eos_token"))
-        found = [self.library.token_to_id(name) for name in names]
-        own_end = [found[1]] if found[1] is not None else []
+        own_end = self.library.token_to_id(info.special_tokens.get("eos_token", ""))
         # The ids of the end tokens: those of the model's configs, and the tokenizer's own.
-        self.end_ids = frozenset([*info.model.eos_token_ids, *own_end])
-        of_config = [info.model.bos_token_id] if info.model.HasField("bos_token_id") else []
-        self._begin_ids = [*found, *of_config, *info.model.eos_token_ids]
-
-    @property
-    def begin_id(self) -> int:
-        """The token before the first token of a text when it is scored, as in lm-evaluation-harness.
-
-        The tokenizer's bos, or its eos. If it has neither, those of the model's config, which may differ.
-        Raises LookupError if the model has none of them.
-        """
-        for token_id in self._begin_ids:
-            if token_id is not None:
-                return token_id
-        raise LookupError("the model names no token that begins or ends a text")
+        self.end_ids = frozenset([*info.model.eos_token_ids, *([] if own_end is None else [own_end])])
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The tokens of a text, including the special tokens around it unless `special_tokens` is False."""

@@ -1,4 +1,4 @@
-"""`quire caches`: lists, moves and releases a server's caches."""
+"""`quire caches`: lists and releases a server's caches."""
 
 from __future__ import annotations
 
