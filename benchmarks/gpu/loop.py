@@ -11,6 +11,7 @@ from typing import Self
 
 import numpy as np
 
+from workers.common.worker_pb2 import WorkerCommand
 from workers.decodes import Column, Decodes
 from workers.executors.engine import Engine
 from workers.operations import Failed, Forward, Kind, Result
@@ -78,7 +79,7 @@ class LoopOnThread:
         self._next_id += 1
         return self._next_id
 
-    def ask(self, commands: Sequence[Forward | Decodes]) -> dict[int, Result | int]:
+    def ask(self, commands: Sequence[Forward | Decodes | WorkerCommand]) -> dict[int, Result | int]:
         """Sends them together, and waits: the result of each, of plain decodes the chosen token, by op_id.
 
         Raises RuntimeError if one failed, and TimeoutError if the loop does not answer.
