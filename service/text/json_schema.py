@@ -46,6 +46,8 @@ def prepared(schema: Schema) -> Schema:
         check_backslash(expression)
     written |= {name: int(written[name]) for name in _COUNTS if is_number(written.get(name))}
     _set_bounds(written)
+    if any(schema.get(f"unevaluated{what}", True) not in (True, {}) for what in ("Properties", "Items")):
+        raise SchemaError("unevaluatedProperties and unevaluatedItems are not supported")
     required = schema.get("required")
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > len(required if isinstance(required, list) else ()) + 1:

@@ -6,11 +6,14 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
 from service.text.schema_patterns import SchemaError, matches
 
 Schema: TypeAlias = dict[str, Any]
+_Keyword: TypeAlias = Callable[..., Iterator[Exception]]
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 # Keywords with schemas by name.
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 ANNOTATIONS = frozenset(
@@ -52,11 +55,11 @@ class Validator:
         if None not in faults:
             raise SchemaError(f"it is no JSON Schema, at '{faults[0]}'")
         draft = drafts[faults.index(None)]
-        self._follow = draft.VALIDATORS["$ref"]
-        # By the identities of a schema with a reference and of a value, which live as long as a check.
-        self._is_invalid: dict[tuple[int, int], bool] = {}
+        # By the identities of what follows a reference, a schema with it, and a value: they outlive a check.
+        self._is_invalid: dict[tuple[int, int, int], bool] = {}
+        follow = {name: draft.VALIDATORS[name] for name in _REFERENCES if name in draft.VALIDATORS}
+        keywords = _KEYWORDS | {name: partial(self._reference, each) for name, each in follow.items()}
         # Without a registry remote references would be fetched.
-        keywords = _KEYWORDS | {"$ref": self._reference}
         self._validator = extend(draft, keywords)(schema, registry=Registry())
 
     def accepts(self, text: bytes | bytearray) -> bool:
@@ -68,13 +71,15 @@ class Validator:
         finally:
             self._is_invalid.clear()
 
-    def _reference(self, validator: Any, reference: Any, value: Any, schema: Schema) -> Iterator[Exception]:
+    def _reference(
+        self, follow: _Keyword, validator: Any, reference: Any, value: Any, schema: Schema
+    ) -> Iterator[Exception]:
         """Follows each reference once with each value: there may be 2^64 ways to it."""
-        key = id(schema), id(value)
+        key = id(follow), id(schema), id(value)
         if key not in self._is_invalid:
             # While it is followed: one that only leads back to itself has no value.
             self._is_invalid[key] = True
-            errors = self._follow(validator, reference, value, schema)
+            errors = follow(validator, reference, value, schema)
             self._is_invalid[key] = next(iter(errors), None) is not None
         return _errors(self._is_invalid[key])
 
@@ -120,9 +125,12 @@ def _additional_properties(validator: Any, inner: Any, value: Any, schema: Schem
 
 # Keywords whose own check differs from the grammar's: Python's regular expressions are others than those of
 # JSON Schema, and the library's are nearer to them.
-_KEYWORDS: dict[str, Callable[..., Iterator[Exception]]] = {
+_KEYWORDS: dict[str, _Keyword] = {
     "multipleOf": _multiple_of,
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional_properties,
+    # `json_schema` refuses them: to see what is evaluated follows references without end.
+    "unevaluatedProperties": lambda *_: _errors(False),
+    "unevaluatedItems": lambda *_: _errors(False),
 }

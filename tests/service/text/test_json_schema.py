@@ -292,7 +292,6 @@ def test_a_finished_value_that_is_not_valid_is_an_error_and_no_end(
     ("schema", "valid", "invalid"),
     [
         ({"type": "array", "uniqueItems": True}, "[1,2]", "[1,1]"),
-        ({"type": "object", "properties": A, "unevaluatedProperties": False}, '{"a":1}', '{"b":1}'),
         ({"not": {"type": "string"}}, "null", '"a"'),
         ({"if": {"type": "string"}, "then": {"minLength": 2}}, '"ab"', '"a"'),
         ({"type": "array", "contains": {"type": "integer"}}, '["a",1]', '["a"]'),
@@ -322,6 +321,7 @@ def test_a_value_of_several_schemas_of_a_oneof_is_no_end(server: GrammarServer) 
         ({"type": "frob"}, "no JSON Schema, at 'type'"),
         ({"properties": {"description": 5}}, "no JSON Schema, at 'properties/description'"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"items": {"unevaluatedProperties": False}}, "unevaluatedProperties and"),
         ({"$schema": 3}, r"at '\$schema'"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "draft 3"),
         ({"type": "string", "pattern": "a\\"}, "lone backslash"),
@@ -338,8 +338,8 @@ def test_what_cannot_be_applied_is_refused(
 def test_a_reference_that_leads_back_to_itself_has_no_value(server: GrammarServer) -> None:
     """Followed without end, it ended the process that computes the masks of all."""
     assert not allows(server, {"$ref": "#"}, "null")
-    compile_schema(server, schema := {"anyOf": [{"$ref": "#"}, {"type": "null"}]})
-    assert allows(server, schema, "null")
+    for name in ("$ref", "$dynamicRef"):
+        assert allows(server, {"anyOf": [{name: "#"}, {"type": "null"}]}, "null")
 
 
 def behind(keyword: str, last: Any) -> dict[str, Any]:
