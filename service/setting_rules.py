@@ -26,9 +26,9 @@ DTYPES = (AUTO, "bfloat16", "float16", "float32")
 TOOL_CALL_PARSERS = (
     AUTO, "none", "openai", "kimi_k2", "deepseek_v3", "deepseek_v31", "deepseek_v32", "minimax_m2", "mistral",
     "mistral_list", "glm45", "seed_oss", "functionary", "qwen3_coder", "hunyuan_a13b", "nemotron_json",
-    "granite", "hermes", "lfm2", "llama4_pythonic", "pythonic", "llama3_json",
+    "granite", "hermes", "lfm2", "gemma4", "functiongemma", "llama4_pythonic", "pythonic", "llama3_json",
 )  # fmt: skip
-REASONING_PARSERS = (AUTO, "none", "openai", "mistral", "seed_oss", "think")
+REASONING_PARSERS = (AUTO, "none", "openai", "gemma4", "mistral", "seed_oss", "think")
 _KIB, MIB = 1 << 10, 1 << 20
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 MAX_WORKERS = 256

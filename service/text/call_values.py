@@ -21,6 +21,7 @@ _PYTHON_TEXT = re.compile(
 # The prefix of a string with expressions in it: no value, and its parser takes minutes for a long one.
 _FORMATTED = re.compile("[ft]r?'", re.IGNORECASE)
 _NAME = re.compile(r"[\w.:\-]{1,256}")
+_BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)(\s*:)')
 # Values of parameters as the template of Qwen3-Coder writes them, and the types of JSON's values.
 _PYTHON_VALUES = {"True": True, "False": False, "None": None}
 _KINDS: Mapping[type, Collection[str]] = {
@@ -90,6 +91,20 @@ def _parsed(text: str) -> ast.expr:
         # Of escapes that Python does not know.
         warnings.simplefilter("ignore")
         return ast.parse(text, mode="eval").body
+
+
+def object_of_bare_keys(text: str, mark: str) -> str:
+    """An object with bare keys as JSON. `mark`: what is before and after each text. Raises NoCall."""
+    parts = text.split(mark)
+    parts[::2] = [_BARE_KEY.sub(r'\1"\2"\3', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    try:
+        found = bounded_json.loads("".join(parts))
+    except ValueError:
+        raise NoCall from None
+    if not isinstance(found, dict):
+        raise NoCall
+    return json.dumps(found)
 
 
 def typed_value(text: str, schema: Mapping[str, Any], key: str) -> str:

@@ -78,6 +78,8 @@ class Arguments(enum.Enum):
     PAIRS = enum.auto()
     # name(key=value), ... as in Python, in a list.
     PYTHON = enum.auto()
+    # An object with bare keys, and texts between two of `value_end`; the head has the name.
+    BARE_KEYS = enum.auto()
     # A message with a recipient, in a channel.
     MESSAGE = enum.auto()
 
@@ -96,7 +98,7 @@ class ToolFormat:
         first: An answer that begins with this may be a section that nothing begins.
         head, tail: Before and after the arguments of each call.
         between: None: a section has one call.
-        key, value_end: Before and after the value of a pair.
+        key, value_end: Before and after the value of a pair. Of BARE_KEYS `value_end` is around texts.
         id_characters: How long ids have to be. 0: any.
     """
 
@@ -224,6 +226,15 @@ TOOL_FORMATS = (
     # Of <|tool_call_start|>[ or <|tool_list_start|>[, a template has one.
     ToolFormat("lfm2", ("<|tool_", "_start|>["), ("<|tool_call_start|>",), Arguments.PYTHON,
                closing=" <|tool_call_end|>"),
+    ToolFormat(
+        "gemma4", ("<|tool_call>", "<tool_call|>", '<|"|>'), ("<|tool_call>",), Arguments.BARE_KEYS,
+        head=(" call:{name} ",), value_end='<|"|>', closing=" <tool_call|>",
+    ),
+    ToolFormat(
+        "functiongemma", ("<start_function_call>", "<escape>"), ("<start_function_call>",),
+        Arguments.BARE_KEYS, head=(" call:{name} ",), value_end="<escape>",
+        closing=" <end_function_call>",
+    ),
     ToolFormat("llama4_pythonic", ("<|python_start|>",), ("<|python_start|>",), Arguments.PYTHON,
                closing=" <|python_end|>"),
     ToolFormat("pythonic", ("[func_name1(",), (), Arguments.PYTHON, first="["),
@@ -237,6 +248,7 @@ REASONING_FORMATS = (
         "openai", "", "<|end|>",
         after="<|start|>assistant<|channel|>final<|message|>", answer="<|channel|>final<|message|>",
     ),
+    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("think", "<think>", "</think>", after="\n\n"),
@@ -259,7 +271,7 @@ class OutputFormats:
             found.update((*self.tools.marks, *self.tools.begins))
             found.update(marker for text in texts for marker in _MARKER.findall(text))
         if self.reasoning is not None:
-            found.update((self.reasoning.begin, self.reasoning.end))
+            found.update((self.reasoning.begin, self.reasoning.end, *_MARKER.findall(self.reasoning.begin)))
         return frozenset(found - {""})
 
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from service.text.call_values import (
     call_of_object,
     calls_of_python,
     is_name,
+    object_of_bare_keys,
     typed_value,
 )
 from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
@@ -352,6 +353,8 @@ class OutputParser:
             yield from self._call_object(form, is_marked=is_marked)
         elif form.arguments is Arguments.PYTHON:
             yield from self._python_calls(form, is_marked=is_marked)
+        elif form.arguments is Arguments.BARE_KEYS:
+            yield from self._bare_keys(form, head["name"])
         elif form.arguments is Arguments.PAIRS:
             yield from self._pairs(form, head["name"])
             return
@@ -455,9 +458,9 @@ class OutputParser:
                 raise _Broken
         self._add_arguments("{}" if before == "{" else "}")
 
-    def _python_calls(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
-        """A list of calls as in Python. Raises NoCall."""
-        text, depth, quote, is_escaped = "", 0, "", False
+    def _bracketed(self, marks: Iterable[str], escape: str = "") -> Generator[None, str, str]:
+        """Reads up to the bracket that closes the first one; not those between two marks. Raises NoCall."""
+        text, depth, mark, is_escaped = "", 0, "", False
         while not text or depth:
             char = yield from self._read()
             if not char or len(text) >= _MAX_HELD_CHARACTERS:
@@ -465,21 +468,31 @@ class OutputParser:
             text += char
             if is_escaped:
                 is_escaped = False
-            elif quote:
-                is_escaped = char == "\\"
-                quote = "" if char == quote else quote
-            elif char in "'\"":
-                quote = char
-            else:
+            elif mark:
+                is_escaped = char == escape
+                mark = "" if text.endswith(mark) else mark
+            elif not (mark := next(filter(text.endswith, marks), "")):
                 depth += (char in "[({") - (char in "])}")
                 if not 0 <= depth <= MAX_LEVELS:
                     raise NoCall
+        return text
+
+    def _python_calls(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
+        """A list of calls as in Python. Raises NoCall."""
+        text = yield from self._bracketed("'\"", "\\")
         calls = calls_of_python(text, self._tools if not is_marked else None)
         if self.num_calls + len(calls) > MAX_CALLS:
             raise NoCall
         for name, arguments in calls:
             self._begin(form, name)
             self._add_arguments(arguments)
+
+    def _bare_keys(self, form: ToolFormat, name: str) -> _Reading:
+        """The arguments as an object with bare keys. Raises NoCall."""
+        text = yield from self._bracketed((form.value_end,))
+        arguments = object_of_bare_keys(text, form.value_end)
+        self._begin(form, name)
+        self._add_arguments(arguments)
 
     def _message(self, form: ToolFormat) -> _Reading:
         """A message of gpt-oss: a call, or the beginning of thoughts or content."""

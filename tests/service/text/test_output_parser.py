@@ -71,6 +71,10 @@ WRITTEN = {
     "nemotron_json": f"<TOOLCALL>[{', '.join(OBJECTS)}]</TOOLCALL>",
     "granite": f"<|tool_call|>[{', '.join(OBJECTS)}]",
     "lfm2": '<|tool_call_start|>[look_up(city="Bern <b>", days=3), stop()]<|tool_call_end|>',
+    "gemma4": '<|tool_call>call:look_up{city:<|"|>Bern <b><|"|>,days:3}<tool_call|>'
+    "<|tool_call>call:stop{}<tool_call|>",
+    "functiongemma": "<start_function_call>call:look_up{city:<escape>Bern <b><escape>,days:3}"
+    "<end_function_call><start_function_call>call:stop{}<end_function_call>",
     "llama4_pythonic": '<|python_start|>[look_up(city="Bern <b>", days=3), stop()]<|python_end|>',
     "pythonic": '[look_up(city="Bern <b>", days=3), stop()]',
     "llama3_json": "; ".join(OBJECTS).replace("arguments", "parameters"),
@@ -103,6 +107,23 @@ def gathered(parts: Sequence[Part]) -> tuple[str, str, list[tuple[str, str]]]:
 
 def valued(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def test_values_of_bare_keys() -> None:
+    """As Gemma 4 writes them: brackets and quotes in texts, keys in the form of texts, and thoughts before."""
+    text = (
+        '<|channel>thought\nHm.\n<channel|><|tool_call>call:look_up{list:[1,-2.5,<|"|>a}]<|"|>,[]],nested:'
+        '{<|"|>x y<|"|>:true,b:null},say:<|"|>"{a:1}", \n<|"|>,none:<|"|><|"|>}<tool_call|>'
+    )
+    for pieces in (list(text), [text]):
+        content, thoughts, calls = gathered(parts_of(BY_NAME["gemma4"], pieces, "gemma4"))
+        (call,) = valued(calls)
+        values = {"list": [1, -2.5, "a}]", []], "nested": {"x y": True, "b": None}}
+        assert call == ("look_up", {**values, "say": '"{a:1}", \n', "none": ""})
+        assert (content, thoughts) == ("", "Hm.")
+    for wrong in ("{a:Bern}", "{a:1", '{a:<|"|>b}', "[1]", "{a:1}}"):
+        content, _, calls = gathered(parts_of(BY_NAME["gemma4"], f"<|tool_call>call:look_up{wrong} x"))
+        assert bool(calls) == (wrong == "{a:1}}") and content.endswith(" x")
 
 
 @pytest.mark.parametrize("name", WRITTEN)
