@@ -110,7 +110,7 @@ def valued(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
 
 
 def test_values_of_bare_keys() -> None:
-    """As Gemma 4 writes them: brackets and quotes in texts, keys in the form of texts, and thoughts before."""
+    """As Gemma 4 writes them: brackets and quotes in texts, texts as keys, and thoughts before."""
     text = (
         '<|channel>thought\nHm.\n<channel|><|tool_call>call:look_up{list:[1,-2.5,<|"|>a}]<|"|>,[]],nested:'
         '{<|"|>x y<|"|>:true,b:null},say:<|"|>"{a:1}", \n<|"|>,none:<|"|><|"|>}<tool_call|>'
