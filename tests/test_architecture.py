@@ -102,8 +102,8 @@ SERVICE_LAYERS = (
         "auth", "config_sources", "data_directory", "dispatcher", "extensions.conformance", "model_check",
         "turns",
     },
-    {"config", "extensions.http", "fair_queue", "journal"},
-    {"caches", "durable_file", "handshakes", "settings", "uploads"},
+    {"config", "extensions.http", "fair_queue", "journal", "uploads"},
+    {"caches", "durable_file", "handshakes", "settings"},
     {"errors", "logging", "setting_rules"},
     {
         "completion", "lease", "listening", "memory", "model_names", "outbound", "printable", "running_clock",
