@@ -102,9 +102,8 @@ SERVICE_LAYERS = (
         "auth", "config_sources", "data_directory", "dispatcher", "extensions.conformance", "model_check",
         "turns",
     },
-    {"config", "extensions.http", "fair_queue", "journal"},
-    {"caches", "handshakes", "settings", "uploads"},
-    {"durable_file"},
+    {"config", "extensions.http", "fair_queue", "journal", "uploads"},
+    {"caches", "durable_file", "handshakes", "settings"},
     {"errors", "logging", "setting_rules"},
     {
         "completion", "lease", "listening", "memory", "model_names", "outbound", "printable", "running_clock",
@@ -224,9 +223,7 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
     assert offenders("workers", ("grpc",), ()) == []
     declared = "quire.v1.sampling_settings"  # plain data
     messages = "workers.common.worker_pb2"
-    readers = ("workers.wire", "workers.forward_options", "workers.common.protocol", messages)
-    commands = ("workers.operations", "workers.step_loop", "workers.other_commands")
-    users = (*SERVERS, *readers, *commands, "workers.adoption", "workers.adapters.table")
+    users = (*SERVERS, "workers.wire", "workers.forward_options", "workers.common.protocol", messages)
     found = offenders("workers", ("quire", messages), users)
     assert [name for name in found if f"imports {declared}" not in name] == []
 

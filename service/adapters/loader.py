@@ -18,7 +18,6 @@ from pathlib import Path
 from quire.v1 import admin_pb2
 
 from service.adapters import store as files
-from service.adapters.recovery import recover
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.adapters.store import AdapterStore, Found, bad_adapter
 from service.caches.machine import CacheMachine
@@ -67,7 +66,7 @@ class AdapterLoader:
         self._found: Mapping[str, Found] = {}
         self._ignored: set[str] = set()
         self._contents = caches.adapter_contents()
-        recover(adapters, store, self._contents, caches.adapters_in_use())
+        store.recover(adapters, self._contents, caches.adapters_in_use())
         if self._directory is not None:
             self._found = {v.adapter_id: Found(v.identity, v.digest) for v in self._of_directory()}
             scanned = files.scan(self._directory, self._found, config.max_lora_bytes)

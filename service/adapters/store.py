@@ -2,7 +2,11 @@
 
     adapter-versions/<number>/    a copy, made by LoadAdapter
 
-The journal has which versions there are, each as a value, and the last number.
+The journal has which versions there are, each as a value, and the last number; with several hosts, neither.
+
+A cache names its adapter by number, and its salt has the digest of the adapter's content (`Tenant.salt`). So
+a stored number that caches know with other content is not used for them, and one that is not stored is found
+again by the content: among the copies here, or in the operator's directory (`loader`).
 
 All functions block on the disk and raise OSError, unless they say otherwise.
 """
@@ -15,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -44,11 +48,6 @@ class AdapterStore:
         self._max_bytes = max_bytes
         self.directory = UploadDirectory(data_dir, _DIRECTORY)
         self._values = values
-
-    @property
-    def is_persistent(self) -> bool:
-        """Whether the next gateway finds what is stored."""
-        return self._data_dir is not None
 
     def path(self, number: int) -> Path:
         return self.directory.path / str(number)
@@ -109,6 +108,40 @@ class AdapterStore:
                 version.directory = str(self.directory.path / Path(version.directory).name)
         return versions, last_number
 
+    def recover(self, adapters: Adapters, contents: Mapping[int, str], in_use: Collection[int]) -> None:
+        """Adds the versions of an earlier gateway, and removes other copies. Raises nothing.
+
+        contents: digests of adapters of caches, by number. in_use: the numbers of all adapters of caches.
+        """
+        versions, last_number = self.stored()
+        adapters.last_number = max([last_number, self.last_copy(), *contents, *in_use])
+        for version in versions:
+            version.digest = version.digest or self.digest_of(version)
+            number = version.number
+            if contents.get(number, version.digest) != version.digest:
+                version.number = adapters.last_number = adapters.last_number + 1
+                _log.warning(
+                    "an adapter gets another number: caches have other content under its own",
+                    adapter=version.adapter_id,
+                    version=version.number,
+                    before=number,
+                )
+        adapters.update(versions)
+        if self._data_dir is not None:
+            adapters.update(self._copies_of_caches(adapters, contents))
+        self.directory.keep_only({Path(version.directory).name for version in adapters})
+
+    def _copies_of_caches(self, adapters: Adapters, contents: Mapping[int, str]) -> list[AdapterVersion]:
+        """Versions that only caches know, and of which there are copies. No id names them."""
+        found = []
+        for number, digest in contents.items():
+            if adapters.get(number) is None:
+                path = str(self.path(number))
+                version = AdapterVersion(number, "", None, path, retired=True, digest=digest)
+                if self.digest_of(version) == digest:
+                    found.append(version)
+        return found
+
     def last_copy(self) -> int:
         """The highest number of a copy that there is. Raises nothing."""
         if self._data_dir is None:
@@ -117,10 +150,6 @@ class AdapterStore:
             names = [path.name for path in self.directory.path.iterdir()]
             return max((int(name) for name in names if _NUMBER.fullmatch(name)), default=0)
         return 0
-
-    def keep_copies(self, adapters: Adapters) -> None:
-        """Copies of other versions are leftovers."""
-        self.directory.keep_only({Path(version.directory).name for version in adapters})
 
     def digest_of(self, version: AdapterVersion) -> str:
         """What the files of a version contain. Empty: they are gone, or have changed. Raises nothing."""

@@ -97,14 +97,17 @@ class RemoteLauncher:
         """Leases the worker that has waited longest. Waits for one that takes the lease."""
         # Its share in the cores of its host, of which this one knows nothing, and what was proved here.
         config.workers, config.model_was_proved = 1, False
+        lease = worker_pb2.Lease(
+            gateway_id=self._gateway_id, silence_timeout_s=self._config.heartbeat_timeout_s, config=config
+        )
         while True:
-            lease = worker_pb2.Lease(
-                gateway_id=self._gateway_id,
-                epoch=await self._epochs.next(),
-                silence_timeout_s=self._config.heartbeat_timeout_s,
-                config=config,
-            )
             worker = await self._take()
+            try:
+                # Only now: others may have been leased meanwhile.
+                lease.epoch = await self._epochs.next()
+            except BaseException:
+                worker.stream.close()
+                raise
             if await self._port.lease(worker, lease):
                 return LeasedWorker(lease.epoch, worker)
 
