@@ -30,8 +30,10 @@ _LARGEST_BOUND = 2**63 - 1024
 _URI = "-._~:/?@!$&'()*+,;=%"
 
 
-def prepared(schema: Schema) -> Schema:
+def prepared(schema: Any) -> Any:
     """A schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
+    if not isinstance(schema, dict):
+        return schema
     written = dict(schema)
     _prepare_inner(written)
     if not isinstance(schema.get("items"), list):
@@ -59,15 +61,11 @@ def prepared(schema: Schema) -> Schema:
 def _prepare_inner(schema: Schema) -> None:
     for name in NAMED:
         if isinstance(schema.get(name), dict):
-            schema[name] = {key: _inner(inner) for key, inner in schema[name].items()}
+            schema[name] = {key: prepared(inner) for key, inner in schema[name].items()}
     for name in _LISTS:
         if isinstance(schema.get(name), list):
-            schema[name] = list(map(_inner, schema[name]))
-    schema |= {name: _inner(schema[name]) for name in _ONE if name in schema}
-
-
-def _inner(schema: Any) -> Any:
-    return prepared(schema) if isinstance(schema, dict) else schema
+            schema[name] = list(map(prepared, schema[name]))
+    schema |= {name: prepared(schema[name]) for name in _ONE if name in schema}
 
 
 def _set_bounds(schema: Schema) -> None:

@@ -15,7 +15,7 @@ import platform
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 38, 4
 
@@ -153,7 +153,7 @@ def _readable() -> Iterator[str]:
     yield from filter(_has_installed, sys.path)
     for name, module in [*sys.modules.items()]:
         if "." not in name:
-            yield from _strings(getattr(module, "__path__", ()))
+            yield from (path for path in getattr(module, "__path__", ()) if isinstance(path, str))
 
 
 def _has_installed(directory: str) -> bool:
@@ -161,10 +161,6 @@ def _has_installed(directory: str) -> bool:
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         return any(entry.name.endswith(".dist-info") for entry in entries)
     return False
-
-
-def _strings(paths: Iterable[object]) -> Iterator[str]:
-    yield from (path for path in paths if isinstance(path, str))
 
 
 def _seccomp() -> None:
