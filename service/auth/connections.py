@@ -49,6 +49,8 @@ def server_options(config: Config) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
         # Without this, a connection without traffic ends a minute later than the keepalive timeout says.
         ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+        # None but "identity": 15 KB of gzip can be 16 MiB, whose unpacking holds up all connections.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         # Clients and server may ping on connections without calls.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),

@@ -6,6 +6,7 @@ uvicorn limits neither how long a request's headers take, nor how long a respons
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.extensions.http.framing import RequestConnection
+from service.extensions.http.framing import BadRequest, RequestConnection
 from service.handshakes import Peer, plain_address
 
 # How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
@@ -127,7 +128,9 @@ class Connection(H11Protocol):
             if self.has_running_request():
                 # The application's response would be a second one.
                 self.cycle.disconnected = True
-            super().send_400_response(msg)
+            # It is called where the error is handled, which says more.
+            error = sys.exception()
+            super().send_400_response(str(error) if isinstance(error, BadRequest) else msg)
         else:
             self.abort()
 

@@ -20,8 +20,12 @@ _LENGTH = re.compile(rb"^content-length:(.*)$", re.IGNORECASE | re.MULTILINE)
 _FREE_CHUNKS, _LEAST_CHUNK_BYTES = 1024, 256
 
 
+class BadRequest(h11.RemoteProtocolError):
+    """Of this module: the text is for the client."""
+
+
 class RequestConnection(h11.Connection):
-    """A server's side of a connection. `next_event` also raises RemoteProtocolError for ambiguous requests.
+    """A server's side of a connection. `next_event` also raises BadRequest for ambiguous requests.
 
     After such an error, as after all others, the connection has to be closed. A request whose target is a
     whole URL, as for a proxy, becomes one for the URL's path and host.
@@ -41,7 +45,7 @@ class RequestConnection(h11.Connection):
                 self._chunks += event.chunk_start
                 self._body_bytes += len(event.data)
                 if self._chunks > _FREE_CHUNKS + self._body_bytes // _LEAST_CHUNK_BYTES:
-                    raise h11.RemoteProtocolError("the chunks of the body are too small")
+                    raise BadRequest("the chunks of the body are too small")
             elif isinstance(event, h11.EndOfMessage):
                 self._check_size(sum(len(name) + len(value) for name, value in event.headers))
             return event
@@ -59,34 +63,34 @@ class RequestConnection(h11.Connection):
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._max_head_bytes:
-            raise h11.RemoteProtocolError("the headers are too large", error_status_hint=431)
+            raise BadRequest("the headers are too large")
 
 
 def _check_framing(head: bytes, request: h11.Request) -> None:
-    """Raises RemoteProtocolError if the end of the head or of the body is ambiguous."""
+    """Raises BadRequest if the end of the head or of the body is ambiguous."""
     lines = head.count(b"\r\n")
     if not lines == head.count(b"\n") == head.count(b"\r"):
-        raise h11.RemoteProtocolError("a line does not end with CR LF")
+        raise BadRequest("a line does not end with CR LF")
     if b"\n " in head or b"\n\t" in head:
-        raise h11.RemoteProtocolError("a header has several lines")
+        raise BadRequest("a header has several lines")
     lengths = _LENGTH.findall(head)
     if len(lengths) > 1 or any(b"," in length for length in lengths):
-        raise h11.RemoteProtocolError("there are several lengths")
+        raise BadRequest("there are several lengths")
     if any(name == b"transfer-encoding" for name, _ in request.headers):
         if lengths:
-            raise h11.RemoteProtocolError("there are a length and a transfer coding")
+            raise BadRequest("there are a length and a transfer coding")
         if request.http_version < b"1.1":
-            raise h11.RemoteProtocolError("HTTP/1.0 has no transfer codings")
+            raise BadRequest("HTTP/1.0 has no transfer codings")
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The same request, with only a path as its target. Raises RemoteProtocolError."""
+    """The same request, with only a path as its target. Raises BadRequest."""
     if request.method == b"CONNECT":
         # Its target is a host. Nobody serves it.
         return request
     target = _ABSOLUTE.fullmatch(request.target)
     if target is None:
-        raise h11.RemoteProtocolError("the target is neither a path nor a URL")
+        raise BadRequest("the target is neither a path nor a URL")
     rest = target["rest"] or b"/"
     # The URL's host counts, not that of the header.
     headers = [(name, value) for name, value in request.headers if name != b"host"]
