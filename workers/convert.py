@@ -44,12 +44,14 @@ def _print(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
 
 
-def _stop(*_: object) -> None:
+def _stop(number: int, _: object) -> None:
     """Ends the process by an exception, which removes the temporary file."""
-    sys.exit(128 + signal.SIGTERM)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
     logging.basicConfig(format="quire: %(message)s", level=logging.WARNING)
-    signal.signal(signal.SIGTERM, _stop)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(each, _stop)
     sys.exit(main(*sys.argv[1:]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,19 @@ def test_a_converted_model_is_whole_or_not_there(tmp_path: Path, capsys: pytest.
     assert convert_module.main(str(adder), str(tmp_path / "other.gguf"), "q8_0") == EXIT_CONFIG
     assert "adder: cannot be written as GGUF: pre_tokenizer" in capsys.readouterr().err.splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_nothing_is_left_of_a_conversion_that_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
+    """By Ctrl-C, or with the terminal that it was started from."""
+    model = make_model(tmp_path / "model", TinyModel(hidden_size=512, vocab_size=8192, num_layers=4))
+    command = quire_command.module("workers.convert", str(model), str(tmp_path / "model.gguf"), "q4_k_m")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as converting:
+        while converting.poll() is None and not [*tmp_path.glob(".*.part")]:
+            time.sleep(0.01)
+        converting.send_signal(number)
+        said = converting.stderr.read() if converting.stderr else ""
+    assert "Traceback" not in said and not [*tmp_path.glob(".*")]
 
 
 def test_without_a_tokenizer_tokens_are_served(tmp_path: Path) -> None:

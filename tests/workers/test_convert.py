@@ -335,7 +335,15 @@ def test_nothing_is_left_of_a_file_that_cannot_be_written(
     with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight is not finite"):
         convert(model, out, "q4_k_m")
     assert names(tmp_path) == ["model"]
-    out.write_text("mine")
+    tensors[name][5, 7] = 0.0
+    save_file(tensors, model / "model.safetensors")
+
+    def made_meanwhile(*_: int) -> None:
+        out.write_text("mine")
+
+    with pytest.raises(ModelError, match="is there already"):
+        convert(model, out, "q8_0", made_meanwhile)
+    assert names(tmp_path) == ["model", "model.gguf"]
     with pytest.raises(ModelError, match="is there already"):
         convert(model, out, "q8_0")
     assert out.read_text() == "mine"

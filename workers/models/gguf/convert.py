@@ -69,8 +69,7 @@ def convert(model: Path, out: Path, quantization: str, progress: Progress | None
             read then. Or a weight is not finite.
         OSError: The file cannot be written, as on a full disk.
     """
-    if os.path.lexists(out):
-        raise ModelError(f"{out}: is there already")
+    _check_not_there(out)
     with unchanged_settings(model):
         plan = _as_in_files(plan_load(model, AUTO, "cpu", quantization=quantization, in_memory=False))
         source = source_of(model)
@@ -273,15 +272,24 @@ def _errors_naming(model: Path, written: Path | None = None) -> Iterator[None]:
         raise UnsupportedError(f"{model}: cannot be written as GGUF: {why}") from None
 
 
+def _check_not_there(out: Path) -> None:
+    if os.path.lexists(out):
+        raise ModelError(f"{out}: is there already")
+
+
 @contextmanager
 def _temporary(out: Path) -> Iterator[tuple[BufferedRandom, Path]]:
-    """A file that gets its name when the block ends, and is removed if that fails. Raises OSError."""
+    """A file that gets its name when the block ends, and is removed if that fails.
+
+    Raises OSError, and ModelError if there is a file of that name by then.
+    """
     path = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         with path.open("x+b") as file:
             yield file, path
             file.flush()
             os.fsync(file.fileno())
+        _check_not_there(out)  # it may have been made meanwhile
         path.rename(out)
     except BaseException:
         with contextlib.suppress(OSError):
