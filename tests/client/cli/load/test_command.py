@@ -90,7 +90,7 @@ def test_a_sweep_is_a_run_for_each_rate_and_a_page(
 ) -> None:
     page = tmp_path / "page.html"
     lengths = ("--prompt-tokens", "64", "--output-tokens", "3")
-    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
+    document = load("--rate", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
     assert [run["pace"]["rate"] for run in document["runs"]] == [20, 40]
     for run in document["runs"]:
         assert run["goodput"]["share"] == 1
