@@ -189,7 +189,7 @@ async def test_a_client_process_that_is_killed_ends_the_run(gateway: GatewayProc
     connected = {"target": gateway.address, "tls": False}
     spec: Any = SimpleNamespace(plan=plan, connection=connected, mode="unary", timeout_s=30.0)
     async with ClientProcesses(spec, 1) as clients:
-        running = asyncio.create_task(clients.run(plan, time.monotonic(), asyncio.Event()))
+        running = asyncio.create_task(clients.run(plan, time.monotonic()))
         children = psutil.Process().children()
         next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
         with pytest.raises(CommandFailed, match="a client process has ended"):
