@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -287,6 +289,15 @@ def test_a_setting_that_does_not_exist_is_refused(client: Client, executor: Fake
         untyped.status(timeout=3)
     assert cache.seq_len == 1 and len(executor.caches) == 1
     cache.release()
+
+
+def test_another_process_is_told_how_to_get_a_cache(client: Client) -> None:
+    with client.prefill([1]) as cache:
+        for to_process in (pickle.dumps, copy.copy):
+            with pytest.raises(TypeError, match=r"detach\(\)"):
+                to_process(cache)
+            with pytest.raises(TypeError, match="each process makes its own"):
+                to_process(client)
 
 
 def test_message_bounds(target: str, executor: FakeExecutor) -> None:

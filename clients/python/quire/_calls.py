@@ -6,7 +6,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypedDict, TypeVar
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
@@ -185,6 +185,9 @@ class CacheState:
                 source=self,
                 stacklevel=2,
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("another process gets a cache by its id: detach() it, and call cache(id) of a client")
 
     def detach(self) -> str:
         """Leaves the release to others or to the lease. Returns the id, for a client's `cache`."""

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import NoReturn, Self, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message
@@ -496,6 +496,9 @@ class Client(Caller):
         """The use of adapters on each worker."""
         request = executor_pb2.GetLoraMetricsRequest()
         return list((self._call(_methods.GET_LORA_METRICS, request, **call)).workers)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client is a connection: each process makes its own")
 
     def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""

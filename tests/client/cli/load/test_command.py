@@ -90,7 +90,7 @@ def test_a_sweep_is_a_run_for_each_rate_and_a_page(
 ) -> None:
     page = tmp_path / "page.html"
     lengths = ("--prompt-tokens", "64", "--output-tokens", "3")
-    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
+    document = load("--rate", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
     assert [run["pace"]["rate"] for run in document["runs"]] == [20, 40]
     for run in document["runs"]:
         assert run["goodput"]["share"] == 1
@@ -189,7 +189,7 @@ async def test_a_client_process_that_is_killed_ends_the_run(gateway: GatewayProc
     connected = {"target": gateway.address, "tls": False}
     spec: Any = SimpleNamespace(plan=plan, connection=connected, mode="unary", timeout_s=30.0)
     async with ClientProcesses(spec, 1) as clients:
-        running = asyncio.create_task(clients.run(plan, time.monotonic(), asyncio.Event()))
+        running = asyncio.create_task(clients.run(plan, time.monotonic()))
         children = psutil.Process().children()
         next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
         with pytest.raises(CommandFailed, match="a client process has ended"):

@@ -70,14 +70,14 @@ class _Interrupts:
     """Handles Ctrl-C: the first one during a run stops it and reports, any other one ends the command."""
 
     def __init__(self) -> None:
-        self.stopped = asyncio.Event()
         self._main = asyncio.current_task()
-        self.is_running = False
+        # What runs.
+        self.clients: ClientProcesses | None = None
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
 
     def _interrupt(self) -> None:
-        if self.is_running and not self.stopped.is_set():
-            self.stopped.set()
+        if self.clients is not None and self.clients.stopped_s is None:
+            self.clients.stop()
         elif self._main is not None:
             self._main.cancel()
 
@@ -92,12 +92,12 @@ async def _main(
     plan = dataclasses.replace(spec.plan, workload=workload, vocab_size=info.model.vocab_size)
     runs: list[dict[str, Any]] = []
     async with ClientProcesses(spec, capabilities.limits.max_calls_per_message) as clients:
-        interrupts.is_running = True
+        interrupts.clients = clients
         for pace in spec.paces:
-            if not interrupts.stopped.is_set():
+            if clients.stopped_s is None:
                 plan = dataclasses.replace(plan, pace=pace, run_id=secrets.token_hex(8))
-                runs.append(await _run(spec, plan, clients, interrupts.stopped))
-        interrupts.is_running = False
+                runs.append(await _run(spec, plan, clients))
+        interrupts.clients = None
     document = {"format": _FORMAT, "about": _about(spec, plan, info, capabilities), "runs": _rounded(runs)}
     if spec.out is not None:
         spec.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -105,27 +105,26 @@ async def _main(
         spec.report.write_text(page(document), encoding="utf-8")
     # Last: whoever reads it may have left.
     print_summary(document)
-    is_whole = not interrupts.stopped.is_set()
-    return 0 if is_whole and all(run["requests"]["done"] for run in runs) else 1
+    return 0 if clients.stopped_s is None and all(run["requests"]["done"] for run in runs) else 1
 
 
-async def _run(spec: RunSpec, plan: Plan, clients: ClientProcesses, stopped: asyncio.Event) -> dict[str, Any]:
+async def _run(spec: RunSpec, plan: Plan, clients: ClientProcesses) -> dict[str, Any]:
     """Runs a plan. Returns its figures and remarks."""
     pace = dataclasses.asdict(plan.pace)
     interval_s = min(1.0, max(0.1, plan.duration_s / 40))
     watch = ServerWatch(spec.connection, interval_s, time.monotonic() + _START_DELAY_S)
     async with watch, showing_progress(plan, pace_words(pace), watch):
-        outcome = await clients.run(plan, watch.start_s, stopped)
+        records, loads = await clients.run(plan, watch.start_s)
+    interrupted = clients.stopped_s is not None
     # A run that was stopped early has a shorter window.
-    end_s = plan.end_s if outcome.stopped_s is None else min(plan.end_s, outcome.stopped_s - watch.start_s)
+    end_s = plan.end_s if clients.stopped_s is None else min(plan.end_s, clients.stopped_s - watch.start_s)
     measured = Measured(
         begin_s=min(plan.warm_up_s, end_s),
         end_s=end_s,
-        records=outcome.records,
-        loads=outcome.loads,
+        records=records,
+        loads=loads,
         readings=watch.readings,
     )
-    interrupted = outcome.stopped_s is not None
     found: dict[str, Any] = {"pace": pace, "interrupted": interrupted} | figures(measured, spec.bounds)
     said = remarks(
         found,

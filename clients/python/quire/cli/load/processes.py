@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier, Event
 from threading import BrokenBarrierError
 from typing import Any, Self, TypeVar
@@ -36,15 +35,6 @@ _POLL_S = 0.1
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The results of a run. `stopped_s` is the time.monotonic() at which it was stopped."""
-
-    records: list[Record]
-    loads: list[ProcessLoad]
-    stopped_s: float | None = None
-
-
 class ClientProcesses:
     """The client processes. Entering its `async with` waits until all are connected."""
 
@@ -52,6 +42,8 @@ class ClientProcesses:
         """The calling process must ignore SIGINT, which they inherit."""
         context = multiprocessing.get_context("spawn")
         self._numbers = range(spec.plan.processes)
+        # The time.monotonic() at which they were stopped.
+        self.stopped_s: float | None = None
         self._stop = context.Event()
         # Each of them has one part of a run, since none begins before all are there.
         self._together = context.Barrier(spec.plan.processes)
@@ -72,26 +64,18 @@ class ClientProcesses:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
-    async def run(self, plan: Plan, start_s: float, stopped: asyncio.Event) -> Outcome:
-        """Runs a plan from `start_s` of time.monotonic(), until its end or until `stopped` is set.
+    def stop(self) -> None:
+        """Stops what they run."""
+        self._stop.set()
+        self.stopped_s = time.monotonic()
+
+    async def run(self, plan: Plan, start_s: float) -> tuple[list[Record], list[ProcessLoad]]:
+        """Runs a plan from `start_s` of time.monotonic(), until its end or until it is stopped.
 
         Raises CommandFailed.
         """
-        stopper = asyncio.create_task(self._stop_when(stopped))
-        try:
-            parts = await self._in_each(_run, plan, start_s)
-        finally:
-            stopper.cancel()
-        return Outcome(
-            records=[record for records, _ in parts for record in records],
-            loads=[load for _, load in parts],
-            stopped_s=stopper.result() if stopper.done() else None,
-        )
-
-    async def _stop_when(self, stopped: asyncio.Event) -> float:
-        await stopped.wait()
-        self._stop.set()
-        return time.monotonic()
+        parts = await self._in_each(_run, plan, start_s)
+        return [record for records, _ in parts for record in records], [load for _, load in parts]
 
     async def _in_each(self, work: Callable[..., _Result], *arguments: object) -> list[_Result]:
         """What all processes return. Raises CommandFailed."""
