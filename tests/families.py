@@ -80,7 +80,8 @@ _LATENT = {
 }
 _LATENT_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 
-# By a name: the family and its settings. More than one where a family has variants.
+# By a name: the family and its settings. More than one where a family has variants. Chunks of the library's
+# scans are short: with the defaults, a text of the tests would be a part of one, and the rest padding.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3": ("llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 32}),
@@ -165,6 +166,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 8,
             "mamba_n_groups": 2,
             "mamba_d_state": 24,
+            "mamba_chunk_size": 16,
             "mamba_proj_bias": True,
         },
     ),
@@ -180,6 +182,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
             "mamba_n_heads": 8,
             "mamba_d_state": 24,
+            "mamba_chunk_size": 16,
         },
     ),
     "bamba": (
@@ -191,6 +194,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 8,
             "mamba_n_groups": 2,
             "mamba_d_state": 24,
+            "mamba_chunk_size": 16,
             "mamba_conv_bias": False,
         },
     ),
@@ -201,6 +205,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 8,
             "mamba_n_groups": 2,
             "mamba_d_state": 24,
+            "mamba_chunk_size": 16,
             "embedding_multiplier": 3.0,
             "lm_head_multiplier": 0.4,
             "key_multiplier": 0.7,
@@ -219,6 +224,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_ssm": None,
             "mamba_n_heads": 8,
             "mamba_d_state": 24,
+            "mamba_chunk_size": 16,
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": False,
             "attention_bias": True,
@@ -260,6 +266,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_num_heads": 6,
             "mamba_head_dim": 20,
             "ssm_state_size": 24,
+            "chunk_size": 16,
             "n_groups": 2,
             # Above some of the steps of random weights.
             "time_step_min": 0.3,
@@ -274,6 +281,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_num_heads": 6,
             "mamba_head_dim": 20,
             "ssm_state_size": 24,
+            "chunk_size": 16,
             "n_groups": 2,
             "n_routed_experts": 6,
             "num_experts_per_tok": 2,
@@ -293,6 +301,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_num_heads": 6,
             "mamba_head_dim": 20,
             "ssm_state_size": 24,
+            "chunk_size": 16,
             "n_groups": 2,
             "use_conv_bias": False,
         },
@@ -302,7 +311,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", {"state_size": 12, "time_step_rank": 5, "use_bias": True}),
     "mamba2": (
         "mamba2",
-        {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "use_bias": True},
+        {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "use_bias": True, "chunk_size": 16},
     ),
     "arcee": ("arcee", {"mlp_bias": True}),
     "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 6}),

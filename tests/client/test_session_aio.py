@@ -202,7 +202,7 @@ async def test_a_session_that_ends_while_it_sends_says_what_the_server_said() ->
     await server.start()
     try:
         async with AsyncClient(f"127.0.0.1:{port}", max_request_bytes=50_000) as client:
-            causes = [await cause_of_the_end(client) for _ in range(40)]
+            causes = [await cause_of_the_end(client) for _ in range(20)]
     finally:
         await server.stop(0)
     assert set(causes) == {"RESOURCE_EXHAUSTED: enough"}

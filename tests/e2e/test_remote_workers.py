@@ -202,12 +202,12 @@ def test_hung_worker(pool: Pool, expected: list[int]) -> None:
         hung = process_of(worker)
         hung.suspend()
         text.decode(gateway, 3)
-        assert text.replayed > 0 and process_of(worker) != hung
-    # Nor does one outlive its command.
-    last = process_of(worker)
-    last.suspend()
-    pool.stop()
-    assert not last.is_running()
+        last = process_of(worker)
+        assert text.replayed > 0 and last != hung
+        # Nor does one outlive its command.
+        last.suspend()
+        pool.stop()
+        assert not last.is_running()
 
 
 def test_a_paused_worker_keeps_its_model_and_its_kv(pool: Pool, expected: list[int]) -> None:

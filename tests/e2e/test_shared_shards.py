@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import signal
@@ -26,13 +27,16 @@ from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
 from tests.ports import free_address
 from tests.postgres_server import PostgresServer
+from tests.service.test_leases import expire
 from workers.common.protocol import GATEWAY_NAME
 
 FLAGS = ("--kv-pages", "256", "--orphan-grace-s", "60", "--shards", "2")
 
 
 @contextlib.contextmanager
-def shared_pool(place: Path, workers: int = 2) -> Iterator[tuple[Pool, Callable[[], list[str]]]]:
+def shared_pool(
+    place: Path, workers: int = 2
+) -> Iterator[tuple[Pool, Callable[[], list[str]], PostgresServer]]:
     """Workers and a journal, and what makes the flags of a gateway that shares them; of three at most."""
     pool = Pool(place)
     ports = [free_address() for _ in range(3)]
@@ -47,7 +51,7 @@ def shared_pool(place: Path, workers: int = 2) -> Iterator[tuple[Pool, Callable[
             return [*flags, "--peer-listen", free_address()]
 
         try:
-            yield pool, own
+            yield pool, own, database
         finally:
             pool.stop()
 
@@ -75,7 +79,7 @@ def decoded_by_a_client(client: Client, found: list[int], event: threading.Event
 
 
 def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -> None:
-    with shared_pool(tmp_path) as (pool, own):
+    with shared_pool(tmp_path) as (pool, own, _):
         peers: list[str] = []
 
         def new() -> GatewayProcess:
@@ -144,7 +148,7 @@ def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path
     adapters = tmp_path / "adapters"
     for index, directory in enumerate(adapted.adapters):
         shutil.copytree(directory, adapters / f"a{index}")
-    with shared_pool(tmp_path, workers=1) as (_, own):
+    with shared_pool(tmp_path, workers=1) as (_, own, database):
         flags = ["--shards", "1", "--adapters", str(adapters), "--dtype", "float32"]
 
         def new() -> GatewayProcess:
@@ -156,6 +160,8 @@ def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path
             for text in texts:
                 text.decode(3)
             first.kill()
+        # How long others wait for it: the test above.
+        asyncio.run(expire(database))
         # Of another host, with files of its own.
         for index in (1, 0):
             shutil.rmtree(adapters / f"a{index}")

@@ -22,7 +22,7 @@ from workers.models.shard import Group
 from workers.runners import rank_processes
 from workers.runners.cuda_graph import CudaGraphRunner
 
-MAX_ROWS = 8
+MAX_ROWS = 5
 
 
 def new_runner(
@@ -51,8 +51,10 @@ def start_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 if __name__ == "__main__":
+    from tests.kernels import conftest  # which makes the interpreter faster
     from workers import follower
 
+    assert conftest.INTERPRETED
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     vars(follower)["new_runner"] = new_runner

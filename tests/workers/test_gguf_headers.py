@@ -25,7 +25,7 @@ from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError
 from workers.models.source import source_of
 
-FUZZED = 1000
+FUZZED = 500
 
 
 def read(content: bytes, arrays: tuple[str, ...] = ()) -> Header:

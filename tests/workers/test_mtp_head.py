@@ -101,7 +101,7 @@ def test_whatever_happens_to_a_sequence_the_head_follows(made: tuple[str, Path])
     texts: dict[int, list[int]] = {}
     last: dict[int, Forward] = {}
     numbers, rejected, reused = iter(range(1, 1000)), 0, 0
-    for _ in range(40):
+    for _ in range(25):
         kind = dice.random()
         idle = [number for number in texts if dice.random() < 0.7]
         if kind < 0.15 and idle:

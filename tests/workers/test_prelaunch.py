@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.commands import ChangeAdapters, CheckIntegrity, Command, Release, Truncate, carried_out
+from tests.families import by_turns
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_adapter_table import FakeModel
@@ -311,10 +312,7 @@ class Generating(Callers):
         )
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(
-    "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(4, 40))]
-)
+@pytest.mark.parametrize(("seed", "late"), by_turns([0, *range(3, 40)], [False, True], (0, 3)))
 def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: bool) -> None:
     """Whatever comes between, and if pages are scarce."""
     callers, dice = Generating(seed, ahead=True), random.Random(seed)

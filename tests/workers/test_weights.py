@@ -145,7 +145,7 @@ def test_large_weights_and_kv_are_in_memory_that_asks_for_huge_pages(tmp_path: P
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
-@pytest.mark.parametrize("quantization", [None, "q8_0", "q4_0"])
+@pytest.mark.parametrize("quantization", [None, "q8_0", pytest.param("q4_0", marks=pytest.mark.thorough)])
 def test_peak_memory_of_a_load(tmp_path: Path, quantization: str | None) -> None:
     """The weights once and a part, not the weights twice; and of those that are quantised only the result."""
     part_bytes = 4 << 20

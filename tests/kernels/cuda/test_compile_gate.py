@@ -19,6 +19,8 @@ from kernels.cuda import advance
 from kernels.cuda.prefill_attention import config_for
 from kernels.cuda.variant import SHARED_BYTES, Variant
 from kernels.paged_attention import CUDA_LATENT_WIDTHS, CUDA_WIDTH_PAIRS, CUDA_WIDTHS
+from tests import quire_command
+from tests.kernels.conftest import INTERPRETED
 from tests.kernels.cuda.compile_gate import (
     RECORDED,
     VERSIONS,
@@ -61,7 +63,9 @@ def run(directory: Path, *arguments: str) -> list[Report]:
     environment["PYTHONPATH"] = str(ROOT)
     # Of this run alone: Triton's own cache of the user says nothing of what a compiler does.
     environment["TRITON_CACHE_DIR"] = str(directory)
-    command = [sys.executable, "-m", "tests.kernels.cuda.compile_gate", *arguments]
+    command = ["tests.kernels.cuda.compile_gate", *arguments]
+    # Forked, but on a machine for the GPU suite.
+    command = quire_command.module(*command) if INTERPRETED else [sys.executable, "-m", *command]
     outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert outcome.returncode == 0, outcome.stderr
     return reports_in(outcome.stdout)

@@ -183,9 +183,10 @@ def test_log_probabilities_of_drawn_tokens(
     """Of the token that was chosen, of one that is likely, and of one that may be cut off or forbidden."""
     monkeypatch.setattr(device_sampling, "ROWS_AT_ONCE", 5)
     generator = torch.Generator().manual_seed(9)
-    logits = (torch.randn(len(SPECS), 2500, generator=generator) * spread).bfloat16()  # many of them equal
-    history = torch.randint(2500, (300,), generator=generator).tolist()
-    mask = TokenMask(packed=np.packbits(np.arange(2500) % 3 > 0, bitorder="little").tobytes())
+    vocab = 1300
+    logits = (torch.randn(len(SPECS), vocab, generator=generator) * spread).bfloat16()  # many of them equal
+    history = torch.randint(vocab, (300,), generator=generator).tolist()
+    mask = TokenMask(packed=np.packbits(np.arange(vocab) % 3 > 0, bitorder="little").tobytes())
     rows = [
         SamplingRow(replace(spec, seed=seed), mask if seed % 2 else None, seed, history, 100)
         for seed, spec in enumerate(SPECS)
@@ -193,7 +194,7 @@ def test_log_probabilities_of_drawn_tokens(
     wanted = [OutputSpec(sampled_logprob=True)] * len(rows)
     chosen = sampling.choose_tokens(logits.float(), rows).tolist()
     some_impossible = False
-    asked = [chosen, logits.argmax(-1).tolist(), [(token + 1) % 2500 for token in chosen]]
+    asked = [chosen, logits.argmax(-1).tolist(), [(token + 1) % vocab for token in chosen]]
     for tokens in asked if spread == 1.0 else asked[2:]:
         expected = list(distribution.sampled_logprobs(logits, tokens, rows, wanted).values())
         found = device_sampling.sampled_logprobs(logits.to(device), tokens, rows)
@@ -221,7 +222,7 @@ def random_draft(dice: np.random.Generator, logits: NDArray[np.float32], count: 
     return Draft(drawn.tolist(), proposed)
 
 
-@pytest.mark.parametrize(("spread", "siblings"), [(8.0, 1), (1.0, 4)])
+@pytest.mark.parametrize(("spread", "siblings"), [(8.0, 1), (1.0, 3)])
 def test_drafts_are_kept_as_on_the_cpu(
     spread: float, siblings: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

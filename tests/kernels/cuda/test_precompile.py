@@ -18,6 +18,7 @@ from benchmarks.gpu.dry_run import Steps, launches_of
 from benchmarks.gpu.launches import Device, Launch
 from benchmarks.gpu.precompile import current_device, precompile
 from kernels.cuda.variant import SHARED_BYTES, Variant
+from tests import quire_command
 from tests.gpu.sizes import FirstTiles, repeat_launches
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.cuda.test_decode_lora import SLOTS, make_adapter
@@ -230,8 +231,10 @@ for part in (compile, lambda: find(9), lambda: find(8)):
 def test_a_later_process_finds_it(tmp_path: Path) -> None:
     """With the same code, from tensors: the key of the cache on disk is that of a launch."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMPILE]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    (tmp_path / "compile_and_find.py").write_text(COMPILE)
+    command = ["compile_and_find"]
+    command = quire_command.module(*command) if INTERPRETED else [sys.executable, "-m", *command]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

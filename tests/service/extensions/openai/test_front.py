@@ -619,7 +619,7 @@ async def test_who_is_refused_and_never_ends_its_body_does_not_delay_a_shutdown(
 @pytest.mark.parametrize("is_announced", [True, False])
 async def test_a_body_that_is_too_large_is_refused_before_it_has_arrived(is_announced: bool) -> None:
     """Who never sends the rest of it has a connection like one without a request."""
-    async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000, message_timeout_s=2) as served:
+    async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000, message_timeout_s=1) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         try:
             head, _, body = raw_request(user="x" * 30_000).partition(b"\r\n\r\n")
