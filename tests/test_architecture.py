@@ -223,7 +223,9 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
     assert offenders("workers", ("grpc",), ()) == []
     declared = "quire.v1.sampling_settings"  # plain data
     messages = "workers.common.worker_pb2"
-    users = (*SERVERS, "workers.wire", "workers.forward_options", "workers.common.protocol", messages)
+    readers = ("workers.wire", "workers.forward_options", "workers.common.protocol", messages)
+    commands = ("workers.operations", "workers.step_loop", "workers.other_commands")
+    users = (*SERVERS, *readers, *commands, "workers.adoption", "workers.adapters.table")
     found = offenders("workers", ("quire", messages), users)
     assert [name for name in found if f"imports {declared}" not in name] == []
 
