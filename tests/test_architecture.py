@@ -224,8 +224,9 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
     declared = "quire.v1.sampling_settings"  # plain data
     messages = "workers.common.worker_pb2"
     readers = ("workers.wire", "workers.forward_options", "workers.common.protocol", messages)
-    commands = ("workers.operations", "workers.step_loop", "workers.other_commands")
-    users = (*SERVERS, *readers, *commands, "workers.adoption", "workers.adapters.table")
+    commands = ("workers.operations", "workers.step_loop", "workers.other_commands", "workers.adoption")
+    metrics = ("executors.base", "executors.step_stats", "adapters", "kv.table", "kv.disk_pages", "kv_disk")
+    users = (*SERVERS, *readers, *commands, *(f"workers.{name}" for name in metrics))
     found = offenders("workers", ("quire", messages), users)
     assert [name for name in found if f"imports {declared}" not in name] == []
 

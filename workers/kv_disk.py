@@ -12,14 +12,15 @@ one, and it with them.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from workers.kv.disk_pages import DiskCounts, DiskPages, ReadOutcome
+from quire.v1.types_pb2 import KvDiskUsage
+
+from workers.kv.disk_pages import DiskPages, ReadOutcome
 from workers.kv.disk_threads import (
     MOST_WRITES,
     DiskReport,
@@ -41,23 +42,6 @@ _log = logging.getLogger(__name__)
 
 # If not one page was read for so long, the disk is given up, and what waits for it is computed.
 PATIENCE_S = 10.0
-
-
-@dataclass(slots=True, kw_only=True)
-class DiskUsage(DiskCounts):
-    """A snapshot, named as in the protos.
-
-    Attributes:
-        bytes: Of all files in the directory, those of other workers included.
-        max_bytes: The most that these may be.
-        stopped: Nothing is stored: the disk is full or has failed, or the weights were replaced.
-        unwritten_pages: In memory, and still to be stored.
-    """
-
-    bytes: int
-    max_bytes: int
-    stopped: bool
-    unwritten_pages: int
 
 
 @dataclass(slots=True, eq=False)
@@ -302,12 +286,11 @@ class KvDisk:
         self._pages.stop_writes()
         _log.warning("KV is not stored on disk until this worker starts again: it has other weights")
 
-    def usage(self) -> DiskUsage:
+    def usage(self) -> KvDiskUsage:
         """The counts since the start, and what is on disk."""
-        return DiskUsage(
-            **dataclasses.asdict(self._pages.counts),
-            bytes=self._files.size_bytes,
-            max_bytes=self._max_bytes,
-            stopped=self._has_failed or not self._pages.takes_writes,
-            unwritten_pages=self._pages.unwritten,
-        )
+        usage = KvDiskUsage()
+        usage.CopyFrom(self._pages.counts)
+        usage.bytes, usage.max_bytes = self._files.size_bytes, self._max_bytes
+        usage.stopped = self._has_failed or not self._pages.takes_writes
+        usage.unwritten_pages = self._pages.unwritten
+        return usage

@@ -309,15 +309,14 @@ class WorkerServer:
         """Sends a gateway the description of the worker: from now on it is served."""
         assert self._executor is not None and self._scheduler is not None, "its step loop runs"
         stream.is_ready = True
-        replacement = self._executor.replacement
+        replacement, capabilities = self._executor.replacement, self._executor.capabilities()
+        capabilities.max_batch_tokens = self._scheduler.max_batch_tokens
+        capabilities.max_batch_items = self._scheduler.max_batch_items
         ready = wire.to_ready(
             self._executor.info(),
-            self._executor.capabilities(),
-            self._executor.engine.kv_table.usage(),
-            pid=os.getpid(),
+            capabilities,
+            pages_total=self._executor.engine.kv.num_pages,
             text=self._executor.text,
-            max_batch_tokens=self._scheduler.max_batch_tokens,
-            max_batch_items=self._scheduler.max_batch_items,
             holdings=holdings,
         )
         ready.weights_replaced = replacement is not None and replacement.was_applied
@@ -350,16 +349,16 @@ class WorkerServer:
         with contextlib.suppress(OSError):
             self._memory_bytes = self._process.memory_info().rss
         if self._executor is not None and self._step_loop is not None:
-            adapters = self._executor.adapters
-            snapshot = wire.to_snapshot(
-                self._executor.engine.kv_table.usage(),
-                self._executor.status(),
-                operations_in_flight=self._step_loop.operations_in_flight,
-                memory_bytes=self._memory_bytes,
-                intact=intact,
-                lora_adapters=() if adapters is None else adapters.metrics(),
-                kv_disk=None if self._executor.kv_disk is None else self._executor.kv_disk.usage(),
-            )
+            executor, snapshot = self._executor, self._executor.status()
+            snapshot.pool.CopyFrom(executor.engine.kv_table.usage())
+            snapshot.operations_in_flight = self._step_loop.operations_in_flight
+            snapshot.memory_bytes = self._memory_bytes
+            if intact is not None:
+                snapshot.pool_intact = intact
+            if executor.adapters is not None:
+                snapshot.lora_adapters.extend(executor.adapters.metrics())
+            if executor.kv_disk is not None:
+                snapshot.kv_disk.CopyFrom(executor.kv_disk.usage())
         return worker_pb2.WorkerEvent(op_id=op_id, snapshot=snapshot)
 
     def _fail(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from itertools import repeat
@@ -11,13 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from quire.v1 import types_pb2
 
-from workers.adapters.slots import LoraAdapterMetrics
 from workers.common import worker_pb2
 from workers.decodes import NEVER, WIDTH, Column, Decodes
-from workers.executors.info import Capabilities, ExecutorStatus
 from workers.forward_options import DTYPES, UNKNOWN_SIZES, ModelSizes, options_of, plain_draw, plain_output
-from workers.kv.table import PoolUsage
-from workers.kv_disk import DiskUsage
 from workers.models.text import ModelText
 from workers.operations import (
     Failed,
@@ -242,57 +239,29 @@ def _write_row(data: bytes, number_format: DataType, into: types_pb2.Tensor) -> 
 def _description(model: ModelDescription, pooling: str = "") -> types_pb2.ModelDescription:
     dtype = _DTYPES_BY_NAME.get(model.dtype)
     fields = _fields(model) | {"dtype": None if dtype is None else DTYPES[dtype]}
-    del fields["rounds_rows"]  # `Capabilities.products` says it
+    del fields["rounds_rows"]  # `ExecutorCapabilities.products` says it
     return types_pb2.ModelDescription(**fields, pooling=pooling)
 
 
 def to_ready(
     model: ModelDescription,
-    capabilities: Capabilities,
-    pool: PoolUsage,
+    capabilities: types_pb2.ExecutorCapabilities,
     *,
-    pid: int,
+    pages_total: int,
     text: ModelText,
-    max_batch_tokens: int,
-    max_batch_items: int,
     holdings: Sequence[tuple[int, int]],
 ) -> worker_pb2.WorkerReady:
-    """Describes a worker that can serve. `holdings`: the sequences that it has, with their lengths."""
+    """Describes this worker, which can serve. `holdings`: the sequences that it has, with their lengths."""
     defaults: Any = text.sampling_defaults
     return worker_pb2.WorkerReady(
-        pid=pid,
+        pid=os.getpid(),
         model=_description(model, text.pooling),
         tokenizer_json=text.tokenizer_json,
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,
-        executor=types_pb2.ExecutorCapabilities(
-            **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
-        ),
-        pages_total=pool.pages_total,
+        executor=capabilities,
+        pages_total=pages_total,
         holdings=[worker_pb2.Holding(sequence=number, length=length) for number, length in holdings],
-    )
-
-
-def to_snapshot(
-    pool: PoolUsage,
-    status: ExecutorStatus,
-    *,
-    operations_in_flight: int,
-    memory_bytes: int,
-    intact: bool | None,
-    lora_adapters: Sequence[LoraAdapterMetrics] = (),
-    kv_disk: DiskUsage | None = None,
-) -> worker_pb2.WorkerSnapshot:
-    """Encodes the metrics of a worker."""
-    of_status = _fields(status) | {"counts": types_pb2.StepCounts(**_fields(status.counts))}
-    return worker_pb2.WorkerSnapshot(
-        **of_status,
-        pool=types_pb2.PoolUsage(**_fields(pool)),
-        operations_in_flight=operations_in_flight,
-        memory_bytes=memory_bytes,
-        pool_intact=intact,
-        lora_adapters=[types_pb2.LoraAdapterMetrics(**_fields(adapter)) for adapter in lora_adapters],
-        kv_disk=None if kv_disk is None else types_pb2.KvDiskUsage(**_fields(kv_disk)),
     )
 
 

@@ -11,20 +11,15 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from quire.v1 import types_pb2
 from quire.v1.sampling_settings import SETTINGS
 
-from workers.adapters.slots import LoraAdapterMetrics
 from workers.common import worker_pb2
-from workers.executors.info import Capabilities, StepCounts
-from workers.kv.table import PoolUsage
 from workers.models.chat_template import ChatTemplate
 from workers.models.model import ModelDescription
 from workers.operations import FailureReason, Kind, Priority
 from workers.outputs import DataType, OutputSpec, Sampling
 
-# What only the gateway knows of an adapter.
-OF_GATEWAYS = ("adapter_id", "sequences")
 # What an output has of ForwardOptions.
 OF_OPTIONS = ("end_token_ids",)
-# What workers know of their model, and tell in other words (`Capabilities.products`).
+# What workers know of their model, and tell in other words (`ExecutorCapabilities.products`).
 OF_WORKERS = ("rounds_rows",)
 
 
@@ -42,13 +37,9 @@ def fields_of(record: Any) -> set[str]:
         (Sampling, types_pb2.SamplingParams, ()),
         (OutputSpec, types_pb2.OutputOptions, ()),
         # What workers say.
-        (PoolUsage, types_pb2.PoolUsage, ()),
-        (StepCounts, types_pb2.StepCounts, ()),
-        (LoraAdapterMetrics, types_pb2.LoraAdapterMetrics, OF_GATEWAYS),
         # It comes with the texts.
         (ModelDescription, types_pb2.ModelDescription, ("pooling",)),
         (ChatTemplate, types_pb2.ChatTemplate, ()),
-        (Capabilities, types_pb2.ExecutorCapabilities, ("max_batch_tokens", "max_batch_items")),
     ],
 )
 def test_both_sides_have_the_same_fields(record: Any, message: Any, more: tuple[str, ...]) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from quire.v1.types_pb2 import LoraAdapterMetrics
+
 from workers.adapters.errors import AdapterError
 from workers.operations import AdapterSource
 
@@ -24,21 +26,6 @@ class LoadedAdapter(Generic[_Weights]):
     weights: _Weights
     rank: int
     size_bytes: int
-
-
-@dataclass(slots=True)
-class LoraAdapterMetrics:
-    """The use of one adapter, named as in the protos."""
-
-    version: int
-    rank: int = 0
-    operations: int = 0
-    tokens: int = 0
-    resident: bool = False
-    size_bytes: int = 0
-    loads: int = 0
-    evictions: int = 0
-    waiting: int = 0
 
 
 class Slots(Protocol[_Taken_contra]):

@@ -11,7 +11,6 @@ Used by the thread of the step loop, except where said.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import threading
@@ -20,9 +19,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+from quire.v1.types_pb2 import LoraAdapterMetrics
 
 from workers.adapters.errors import AdapterError
-from workers.adapters.slots import KnownAdapter, LoadedAdapter, LoraAdapterMetrics, ResidentAdapters, Slots
+from workers.adapters.slots import KnownAdapter, LoadedAdapter, ResidentAdapters, Slots
 from workers.common.worker_pb2 import AdapterCommand, AdapterLoaded, ControlDone, WorkerEvent
 from workers.decodes import Column, Decodes, Mask
 from workers.operations import (
@@ -117,7 +117,7 @@ class AdapterTable(Generic[_Weights]):
             # With other files it is what a gateway tried before it ended, and the next one gave its number
             # to another adapter.
             self._forget(source.number)
-            self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(source.number))
+            self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(version=source.number))
         if not command.load:
             self._results.append(WorkerEvent(op_id=op_id, done=ControlDone()))
             return
@@ -247,9 +247,9 @@ class AdapterTable(Generic[_Weights]):
         self._resident.move()
 
     def metrics(self) -> Sequence[LoraAdapterMetrics]:
-        """The use of the adapters that were used. Any thread may call it."""
+        """The use of the adapters that were used, to be copied at once. Any thread may call it."""
         every = [known.metrics for known in list(self._known.values())]
-        return [dataclasses.replace(one) for one in every if one.loads or one.operations or one.waiting]
+        return [one for one in every if one.loads or one.operations or one.waiting]
 
     # Reading.
 

@@ -6,17 +6,17 @@ any thread.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from quire.v1.types_pb2 import ExecutorCapabilities
 
 from workers.adapters.table import AdapterTable
 from workers.common.draft_models import MTP_HEAD
+from workers.common.worker_pb2 import WorkerSnapshot
 from workers.drafting import Drafting, Drafts
 from workers.executors.engine import Engine
-from workers.executors.info import Capabilities, ExecutorStatus
 from workers.executors.replacement import WeightsReplacement
 from workers.head_drafting import HeadDrafting
 from workers.kv_disk import KvDisk
@@ -74,7 +74,7 @@ class ModelExecutor:
         *,
         backend_reason: str = "",
     ) -> None:
-        """`adapters`: None if the model supports none. `backend_reason`: see `Capabilities`."""
+        """`adapters`: None if the model supports none. `backend_reason`: see ExecutorCapabilities."""
         self.engine = engine
         self.adapters = adapters
         # None: its weights cannot be replaced.
@@ -87,7 +87,7 @@ class ModelExecutor:
         self.text = text or ModelText()
         self._model = model
         kv = engine.kv
-        self._capabilities = Capabilities(
+        self._capabilities = ExecutorCapabilities(
             executor=self.name,
             runner=engine.runner.name,
             kernels=active_kernels(kv.device),
@@ -108,6 +108,10 @@ class ModelExecutor:
             supports_token_trees=engine.takes_trees,
             supports_hidden_states=engine.runner.has_hidden_states,
             batch_invariant=engine.batch_invariant,
+            supports_verify=True,
+            supports_fork=True,
+            supports_sampling=True,
+            supports_prefix_reuse=True,
             supports_lora=adapters is not None,
             max_lora_adapters=0 if adapters is None else adapters.max_adapters,
             backend_reason=backend_reason,
@@ -126,12 +130,12 @@ class ModelExecutor:
             max_seq_tokens=other.capabilities().kv_capacity_tokens,
             step_tokens=step_tokens,
         )
-        self._capabilities = dataclasses.replace(self._capabilities, draft_model=model.model_id)
+        self._capabilities.draft_model = model.model_id
 
     def use_mtp_head(self) -> None:
         """Drafts with the model's own head for multi-token prediction from now on."""
         self.drafting = HeadDrafting(self.engine, self._capabilities.kv_capacity_tokens)
-        self._capabilities = dataclasses.replace(self._capabilities, draft_model=MTP_HEAD)
+        self._capabilities.draft_model = MTP_HEAD
 
     def warmup(self) -> None:
         """Runs a step of each kind, so that no caller waits for its first one. Needs one page.
@@ -210,18 +214,19 @@ class ModelExecutor:
     def info(self) -> ModelDescription:
         return self._model
 
-    def capabilities(self) -> Capabilities:
-        """How the model is run, and which features it supports."""
+    def capabilities(self) -> ExecutorCapabilities:
+        """How the model is run, and what it supports. The caller owns it, and adds the limits of a step."""
+        found = ExecutorCapabilities()
+        found.CopyFrom(self._capabilities)
         # The runner changes its name if its graphs cannot be captured.
-        return dataclasses.replace(self._capabilities, runner=self.engine.runner.name)
+        found.runner = self.engine.runner.name
+        return found
 
-    def status(self) -> ExecutorStatus:
-        """The running step, and the counts since the start."""
+    def status(self) -> WorkerSnapshot:
+        """The part of a snapshot that says what runs, and what has run since the start."""
         status = self.engine.stats.status()
-        if self._draft_model is None or status.step_age_ns:
-            return status
-        # Drafts are made between two steps. If that ends never, it is noticed as if a step did not end.
-        drafting = self._draft_model.status()
-        return dataclasses.replace(
-            status, step_age_ns=drafting.step_age_ns, step_expected_ns=drafting.step_expected_ns
-        )
+        if self._draft_model is not None and not status.step_age_ns:
+            # Drafts are made between two steps. If that ends never, it is noticed as if a step did not end.
+            drafting = self._draft_model.status()
+            status.step_age_ns, status.step_expected_ns = drafting.step_age_ns, drafting.step_expected_ns
+        return status

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from quire.v1.types_pb2 import StepCounts
 
-from workers.executors.info import ExecutorStatus, StepCounts
+from workers.common.worker_pb2 import WorkerSnapshot
 from workers.operations import Accept, Forward, Kind
+
+# The fields of StepCounts for each kind.
+_FIELDS = {kind: (f"{kind.name.lower()}_operations", f"{kind.name.lower()}_ns") for kind in Kind}
 
 
 class StepStats:
@@ -44,24 +47,28 @@ class StepStats:
 
     def count(self, forward: Forward) -> None:
         """Count a forward that was requested and is complete."""
-        self._counts.add_operation(forward.kind, forward.compute_ns)
+        self._add(forward.kind, forward.compute_ns, 1)
         if forward.kind is Kind.VERIFY and forward.accept is Accept.CHOSEN:
             self._counts.draft_tokens += len(forward.token_ids) - 1
             self._counts.accepted_draft_tokens += forward.kept - 1
 
     def count_decodes(self, times_ns: Sequence[int]) -> None:
         """Count plain decodes that were requested and are complete, which took so long."""
-        self._counts.add_operation(Kind.DECODE, sum(times_ns), len(times_ns))
+        self._add(Kind.DECODE, sum(times_ns), len(times_ns))
+
+    def _add(self, kind: Kind, took_ns: int, operations: int) -> None:
+        for field, more in zip(_FIELDS[kind], (operations, took_ns), strict=True):
+            setattr(self._counts, field, getattr(self._counts, field) + more)
 
     def reset(self) -> None:
         self._counts = StepCounts()
 
-    def status(self) -> ExecutorStatus:
-        """The running step, and the counts."""
+    def status(self) -> WorkerSnapshot:
+        """The part of a snapshot that says what runs, and what has run."""
         began_ns, device = self._began_ns, self._device
         on_gpu = device.type == "cuda"
-        return ExecutorStatus(
-            counts=replace(self._counts),
+        return WorkerSnapshot(
+            counts=self._counts,
             step_age_ns=time.monotonic_ns() - began_ns if began_ns else 0,
             step_number=self._number,
             step_expected_ns=int(self._tokens * self._ns_per_token) if began_ns else 0,

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from quire.v1.types_pb2 import KvDiskUsage
+
 from workers.kv.page_pool import IntegrityError, is_state
 
 
@@ -56,30 +58,12 @@ class ReadOutcome(Enum):
     REFUSED = auto()
 
 
-@dataclass(slots=True)
-class DiskCounts:
-    """Pages since the start, named as in the protos.
-
-    Attributes:
-        wanted_pages: Full pages of prompts and replays that were not in memory.
-        read_pages: Those of them that were read from disk.
-        refused_pages: Files that were found to be torn, changed or of another page.
-        written_pages: Pages that this worker has stored.
-        dropped_pages: Pages that left the memory before they were stored.
-    """
-
-    wanted_pages: int = 0
-    read_pages: int = 0
-    refused_pages: int = 0
-    written_pages: int = 0
-    dropped_pages: int = 0
-
-
 class DiskPages:
     """The states of pages. The thread of the step loop owns it; all operations are O(1) per page."""
 
     def __init__(self) -> None:
-        self.counts = DiskCounts()
+        # Those since the start.
+        self.counts = KvDiskUsage()
         # False: nothing is stored. What is on disk is still read.
         self.takes_writes = True
         self._on_disk: set[bytes] = set()

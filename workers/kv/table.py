@@ -20,10 +20,10 @@ thread of the step loop owns it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from quire.v1.types_pb2 import PoolUsage
 
 from workers.kv.disk_pages import DiskPages
 from workers.kv.held_pages import HeldPages
@@ -33,23 +33,6 @@ from workers.kv.page_tables import PageTables
 from workers.kv.sequence import ALL, NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
 from workers.kv.stored_sequences import StoredSequences
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """A snapshot. Sequences, tokens and pages are current; the last four are counted since the start."""
-
-    sequences: int
-    tokens: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    pages_referenced: int
-    # Of all prompts that have begun: the tokens (`query`), and those found in shared pages (`hit`).
-    prefix_hit_tokens: int
-    prefix_query_tokens: int
-    evicted_pages: int
-    copied_pages: int
 
 
 class KvTable:

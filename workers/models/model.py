@@ -34,7 +34,7 @@ class ModelDescription:
             the files. It does not depend on the loaded dtype or on the sharding.
         backend: "native" or "transformers".
         quantization: The format of the weights, such as "q8_0"; "": they have the dtype.
-        rounds_rows: See `LoadPlan`. Clients read it in `Capabilities.products`.
+        rounds_rows: See `LoadPlan`. Clients read it in `ExecutorCapabilities.products`.
         moe_layers: The layers with experts, if these can be captured and given. `moe_layer_ids`: which ones.
     """
 
