@@ -23,7 +23,7 @@ from tests.service.extensions.openai.test_front import FakeRuntime, serving
 
 # In the style of Qwen: calls as Hermes writes them, and thoughts that the prompt may begin.
 TEMPLATE = (
-    "{% if tools %}Call as <tool_call>{{ tools | tojson }}{% endif %}"
+    "{% if tools %}Call as <tool_call>{'name': ..., \"arguments\": ...}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}|{{ message.role }}:{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}|{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
