@@ -109,6 +109,7 @@ async def test_a_bad_request_line_is_refused(exchange: Exchange) -> None:
 BAD_CHUNKS = (
     b"x\r\n\r\n", b"-1\r\n\r\n", b"0x2\r\nab\r\n0\r\n\r\n", b"2 \nab\r\n0\r\n\r\n", b"2\nab\n0\n\n",
     b"2\r\nabc\r\n0\r\n\r\n", b"2\r\nab0\r\n\r\n", b"ffffffffffffffffffffffff\r\nab", b"\r\n0\r\n\r\n",
+    b"2;\r\r\nab\r\n0\r\n\r\n",
 )  # fmt: skip
 
 
@@ -120,6 +121,26 @@ async def test_a_body_of_bad_chunks_is_refused() -> None:
             writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HIDDEN)
             answer = await reader.read()
             assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400 ") == 1, chunks
+            writer.close()
+
+
+SPACES = b" \t" * 30_000
+WITH_MANY_SPACES = (
+    b"X:" + SPACES + b"\x00\r\n\r\n",
+    b"X:\r\n" + b" \r\n" * 20_000 + b" \x00\r\n\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n1;" + SPACES + b"\n\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\nX:" + SPACES + b"\x00\r\n\r\n",
+)
+
+
+async def test_many_spaces_are_refused_as_soon_as_few() -> None:
+    """Before, a single request, from anybody, stopped the gateway for two minutes."""
+    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
+        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
+        for rest in WITH_MANY_SPACES:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(head + rest)
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 "), rest[:40]
             writer.close()
 
 

@@ -30,8 +30,8 @@ _CHANNEL_OPTIONS: Any = (("grpc.min_reconnect_backoff_ms", 2_000),)
 # What the collector gets of the last spans, when the server stops.
 _CLOSE_S = 2.0
 _CARRIED = (TRACEPARENT, "tracestate")
-# It warns of each invalid `tracestate`, with its text.
-logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
+# It warns of each header that is invalid, or too long; of some with their text.
+logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
 class Spans:
