@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ QUANTISED = {
     "tq1_0": Type.TQ1_0,
 }  # fmt: skip
 DENSE = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16}
+_NUMBERED = re.compile(r"(\.experts|\.altup(?:_unembed)?_projections)\.\d+\.")
 TypeOf = Callable[[str], str]
 """The type of a matrix, by its name in a checkpoint."""
 
@@ -193,7 +195,7 @@ def made_tensors(
             kind = kind_of_all
             merged = _without_expert(changed_name)
             is_of_experts = merged != changed_name
-            merged += ".weight" if merged.endswith(".sinks") else ""
+            merged += ".weight" if merged.endswith((".sinks", ".correct_output_scale")) else ""
             known = names.get_name(merged, try_suffixes=(".weight", ".bias"))
             written = merged if merged.startswith("blk.") else known
             assert written is not None, changed_name
@@ -277,8 +279,7 @@ def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, A
 
 def _without_expert(name: str) -> str:
     """The name of the tensor of all experts: entries of a directory are in the order of their numbers."""
-    before, has, after = name.partition(".experts.")
-    return f"{before}.experts.{after.partition('.')[2]}" if has else name
+    return _NUMBERED.sub(r"\1.", name)
 
 
 def _interleaved(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from tests.families import SIZES
 
 NAMES = {
     "cohere": "command-r", "cohere2": "cohere2", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe",
-    "exaone4": "exaone4", "gemma4_text": "gemma4", "glm4": "glm4", "glm4_moe": "glm4moe",
+    "exaone4": "exaone4", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "glm4": "glm4",
+    "glm4_moe": "glm4moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe", "ministral3": "mistral3", "nemotron": "nemotron", "olmo": "olmo",
     "olmoe": "olmoe", "phi": "phi2", "stablelm": "stablelm", "starcoder2": "starcoder2",
@@ -76,6 +78,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"sliding_window": None, "layer_types": 4 * ["full_attention"]},
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "activation_sparsity_pattern": [0.75, 0.75, 0.0, 0.0, 0.0],
+            "layer_types": [*4 * ["sliding_attention"], "full_attention"],
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 0,
+            "head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 24,
+            "sliding_window": 7,
+            "vocab_size_per_layer_input": 90,
+        },
+    ),
     "gemma4": ("gemma4_text", {**_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
     "gemma4 with experts": (
         "gemma4_text",
@@ -129,6 +145,8 @@ def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     """The keys of an architecture."""
     if name == "gemma4":
         return _gemma4(config)
+    if name == "gemma3n":
+        return _gemma3n(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters or {}
     found: dict[str, Any] = {
@@ -227,6 +245,27 @@ def _gemma4(config: PreTrainedConfig) -> dict[str, Any]:
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
     return found
+
+
+def _gemma3n(config: PreTrainedConfig) -> dict[str, Any]:
+    """`Gemma3NModel.set_gguf_parameters`."""
+    shares, rope = config.activation_sparsity_pattern, config.rope_parameters
+    return {
+        **sizes_of(config),
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "activation_sparsity_scale": torch.special.ndtri(torch.tensor(shares)).tolist(),
+        "altup.active_idx": config.altup_active_idx,
+        "altup.num_inputs": config.altup_num_inputs,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+    }
 
 
 def _own(name: str, config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:

@@ -371,6 +371,18 @@ ARCHITECTURES = {
         rotates_parts=False,
     ),
     "exaone4": Architecture("exaone4", _WINDOWS, rotates_parts=False),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        _WINDOWS | {"rope.freq_base_swa", "activation_sparsity_scale"},
+        settings=_CAP
+        | {
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        rotates=False,  # as its reader knows
+    ),
     "gemma4": Architecture(
         "gemma4_text",
         _WINDOWS

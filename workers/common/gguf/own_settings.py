@@ -38,7 +38,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 _SLIDING = "sliding_attention"
 # Of MiniCPM, if its file does not say it.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
-_PERIOD, _GEMMA_PERIOD = 4, 6
+_PERIOD, _GEMMA3N_PERIOD, _GEMMA_PERIOD = 4, 5, 6
 # What divides the frequencies of pairs that are not rotated.
 _STILL = 1e20
 
@@ -185,17 +185,9 @@ def _gemma4(file: FileSettings) -> dict[str, object]:
         "layer_types": layer_types,
         "sliding_window": file.window,
         "use_double_wide_mlp": isinstance(widths, list) and len({*widths}) > 1,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": file.own.get("rope.freq_base", 1e6),
-                "partial_rotary_factor": _rotated_part(file),
-            },
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": file.own.get("rope.freq_base_swa", 10_000.0),
-            },
-        },
+        "rope_parameters": _ropes(
+            file, {"rope_type": "proportional", "partial_rotary_factor": _rotated_part(file)}
+        ),
     }
     if isinstance(kv_heads, list) and layer_types is not None and len(kv_heads) == len(layer_types):
         heads = dict(zip(layer_types, kv_heads, strict=True))
@@ -213,6 +205,35 @@ def _gemma4(file: FileSettings) -> dict[str, object]:
     return found
 
 
+def _gemma3n(file: FileSettings) -> dict[str, object]:
+    """Raises GgufError."""
+    scales = file.own.get("activation_sparsity_scale")
+    if not isinstance(scales, list) or not all(isinstance(one, float) for one in scales):
+        raise GgufError(
+            f"{file.name}.activation_sparsity_scale: must be a list of numbers, got {shown(scales)}"
+        )
+    laurel, per_layer = (
+        file.tensors.get("blk.0.laurel_l.weight"),
+        file.tensors.get("per_layer_token_embd.weight"),
+    )
+    return {
+        # A file has of each share of values the number of standard deviations below which it is.
+        "activation_sparsity_pattern": [0.5 * (1 + math.erf(float(one) / math.sqrt(2))) for one in scales],
+        "laurel_rank": None if laurel is None else laurel.shape[0],
+        "vocab_size_per_layer_input": None if per_layer is None else per_layer.shape[0],
+        "sliding_window": file.window,
+        "layer_types": _sliding(file, _GEMMA3N_PERIOD),
+        "rope_parameters": _ropes(file, {"rope_type": "default"}),
+    }
+
+
+def _ropes(file: FileSettings, full: dict[str, object]) -> dict[str, object]:
+    """The rotations of Gemma. `full`: what that of layers without a window has besides."""
+    theta, of_windows = file.own.get("rope.freq_base", 1e6), file.own.get("rope.freq_base_swa", 10_000.0)
+    sliding = {"rope_type": "default", "rope_theta": of_windows}
+    return {FULL: full | {"rope_theta": theta}, _SLIDING: sliding}
+
+
 def _rotated_part(file: FileSettings) -> float:
     """Of a head: other pairs have a frequency of nearly 0."""
     if ROPE_FACTORS not in file.tensors:
@@ -224,6 +245,7 @@ def _rotated_part(file: FileSettings) -> float:
 _READERS: Mapping[str, Callable[[FileSettings], dict[str, object]]] = {
     **dict.fromkeys(("llama", "exaone", "internlm2", "ernie4_5"), _llama),
     **dict.fromkeys(("gemma2", "gemma3"), _gemma),
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     **dict.fromkeys(("phi3", GPT_OSS), _window),
     LATENT: _latent,

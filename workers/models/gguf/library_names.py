@@ -25,6 +25,7 @@ LIBRARY_FAMILIES: dict[str, Family] = {
         sigmoid_routing=True,
     ),
     "exaone4": Family(norms=POST_NORMS),
+    "gemma3n_text": Family(norms=SANDWICH_NORMS),
     "gemma4_text": Family(norms=SANDWICH_NORMS),
     "glm4": Family(
         norms=NormNames(
@@ -55,21 +56,45 @@ LIBRARY_FAMILIES: dict[str, Family] = {
     "starcoder2": Family(mlp_names=("c_fc",), mlp_down="c_proj"),
 }
 
-# What they have besides.
+_PER_LAYER = Names(
+    outside={
+        f"per_layer_{ours}.weight": f"model.{theirs}.weight"
+        for ours, theirs in (
+            ("token_embd", "embed_tokens_per_layer"),
+            ("model_proj", "per_layer_model_projection"),
+            ("proj_norm", "per_layer_projection_norm"),
+        )
+    },
+    modules={
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    whole={},
+)
+# What they have besides. In a name {} stands for the number of a part.
 MORE_NAMES: dict[str, Names] = {
-    "gemma4_text": Names(
+    "gemma3n_text": _PER_LAYER
+    | Names(
         outside={
-            f"per_layer_{ours}.weight": f"model.{theirs}.weight"
-            for ours, theirs in (
-                ("token_embd", "embed_tokens_per_layer"),
-                ("model_proj", "per_layer_model_projection"),
-                ("proj_norm", "per_layer_projection_norm"),
-            )
+            "altup_proj.weight": "model.altup_projections.{}.weight",
+            "altup_unembd_proj.weight": "model.altup_unembed_projections.{}.weight",
         },
         modules={
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        whole={"altup_correct_scale.weight": "altup.correct_output_scale"},
+    ),
+    "gemma4_text": _PER_LAYER
+    | Names(
+        outside={},
+        modules={
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",

@@ -26,7 +26,7 @@ from workers.models.registry import family_of
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 # Dimensions of the tensors of all experts.
 _STACKED = {"weight": 3, "bias": 2}
-_MATRIX = 2
+_MATRIX, _MOST_PARTS = 2, 64
 _MAX_DIGITS = 10
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _INTERLEAVED = ("attn_q", "attn_k")
@@ -221,7 +221,7 @@ class _Entries:
         block, layer, part = (*info.name.split(".", 2), "", "")[:3]
         module, _, kind = part.rpartition(".")
         if not (block == "blk" and layer.isascii() and layer.isdigit() and len(layer) < _MAX_DIGITS):
-            yield self._names.outside.get(info.name, info.name), entry
+            yield from _parts_of(entry, self._names.outside.get(info.name, info.name))
         elif int(layer) in self._not_read:
             yield f"mtp.{info.name}", entry
         elif module in self._names.experts and len(info.shape) == _STACKED.get(kind):
@@ -246,6 +246,17 @@ class _Entries:
         shape, size = (rows // len(names), *entry.shape[2:]), entry.nbytes // (count * len(names))
         for number, name in enumerate(name.format(index) for index in range(count) for name in names):
             yield name, replace(entry, shape=shape, begin=entry.begin + number * size, nbytes=size)
+
+
+def _parts_of(entry: GgufTensor, name: str) -> Iterator[tuple[str, GgufTensor]]:
+    """A tensor, or where {} stands for a number in its name, the parts along its first dimension."""
+    if "{}" not in name or len(entry.shape) <= _MATRIX or entry.shape[0] > _MOST_PARTS:
+        yield name, entry
+        return
+    size = entry.nbytes // entry.shape[0]
+    for number in range(entry.shape[0]):
+        begin = entry.begin + number * size
+        yield name.format(number), replace(entry, shape=entry.shape[1:], begin=begin, nbytes=size)
 
 
 def read_vector(header: FileHeader, info: TensorInfo, most: int) -> list[float]:
