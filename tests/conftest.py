@@ -28,7 +28,7 @@ except ModuleNotFoundError:
     pass
 else:
     # Nothing timed decides; the same examples whatever has run before, the first of which find the most.
-    settings.register_profile("quire", deadline=None, derandomize=True, database=None, max_examples=50)
+    settings.register_profile("quire", deadline=None, derandomize=True, database=None, max_examples=30)
     settings.register_profile(
         "explore", settings.get_profile("quire"), derandomize=False, max_examples=300, print_blob=True
     )

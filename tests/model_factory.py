@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # The default 0.02 makes nearly uniform logits, from which a wrong layer would hardly be seen.
 WEIGHT_SCALE = 0.3
 # Of `float32_losses`.
-_DRAWS = 8
+_DRAWS = 4
 
 P = ParamSpec("P")
 R = TypeVar("R")

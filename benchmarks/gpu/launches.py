@@ -114,6 +114,13 @@ def recording() -> Iterator[set[Launch]]:
         yield found
 
 
+def _without_product(
+    x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Torch's products launch none of our kernels. On "meta" they took a third of the time of a dry run."""
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
 @contextmanager
 def as_on(device: Device) -> Iterator[None]:
     """Answers what operations ask of tensors, and kernels of the device they run on."""
@@ -125,6 +132,7 @@ def as_on(device: Device) -> Iterator[None]:
         (lora, "_has_triton_kernels", lambda _: True),
         (gpu_format, "is_gpu", lambda _: True),
         (torch.Tensor, "is_cuda", True),
+        (torch.nn.functional, "linear", _without_product),
     ]
     with ExitStack() as stack:
         for answer in answers:

@@ -12,6 +12,7 @@ import torch
 from benchmarks.in_process import LlmExecutor
 from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
+from tests.kernels.conftest import SELDOM
 from tests.model_factory import make_family_model
 from workers.executors.memory import StepLimits
 from workers.outputs import GREEDY, DataType, OutputSpec, RowOutput
@@ -67,7 +68,11 @@ WITH_LOGITS = OutputSpec(logits=DataType.F32)
 MAX_RELATIVE_ERROR = 1e-4
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# Without a GPU one of them shows that these tests run; tests/workers/test_families.py compares all there.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "qwen3_moe" else SELDOM) for name in MODELS],
+)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of each kind."""
     return make_family_model(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import quire_command
 from tests.model_factory import TinyModel, make_model
 from workers.common.child_process import import_path
 from workers.executors.llm import LlmExecutor
@@ -44,9 +45,10 @@ def test_a_worker_that_checks_its_model_imports_neither_the_library_nor_what_is_
     here.mkdir()
     # In place of the one of the standard library.
     (here / "queue.py").write_text("raise SystemExit(1)\n")
-    # As of the command `quire`, whose modules are not looked for in the current directory.
-    load = [sys.executable, "-P", "-c", LOAD, str(directory), str(passed)]
-    subprocess.run(load, cwd=here, env=os.environ | {"PYTHONPATH": import_path()}, check=True)
+    (tmp_path / "load_as_a_worker.py").write_text(LOAD)
+    load = quire_command.module("load_as_a_worker", str(directory), str(passed))
+    path = os.pathsep.join([import_path(), str(tmp_path)])
+    subprocess.run(load, cwd=here, env=os.environ | {"PYTHONPATH": path}, check=True)
 
 
 def test_a_model_is_served_where_the_library_cannot_be_imported(

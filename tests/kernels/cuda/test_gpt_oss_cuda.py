@@ -17,7 +17,7 @@ from tests import quantised_directories as make
 from tests.families import settings_of
 from tests.gpu.sizes import FirstTiles
 from tests.kernels.conftest import INTERPRETED
-from tests.model_factory import hf_model, make_family_model
+from tests.model_factory import make_family_model
 from tests.workers.packing import HandPacker, HandSequence, Item, poison, random_texts
 from workers.kv.tensors import KvTensors
 from workers.models.decoder import Decoder
@@ -40,15 +40,11 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def mxfp4(tmp_path: Path) -> Path:
     model_type, settings = settings_of("gpt_oss")
-    return make_family_model(tmp_path_factory.mktemp("plain"), model_type, settings | SMALL, seed=3)
-
-
-@pytest.fixture(scope="module")
-def mxfp4(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = make.in_one_file(plain, tmp_path_factory.mktemp("made") / "mxfp4")
+    plain = make_family_model(tmp_path / "plain", model_type, settings | SMALL, seed=3)
+    directory = make.in_one_file(plain, tmp_path / "mxfp4")
     make.mxfp4(directory)
     return directory
 
@@ -91,18 +87,6 @@ def assert_logits_are(decoder: Decoder, texts: list[list[int]], expected: list[t
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, texts: list[list[int]]) -> list[torch.Tensor]:
     return [model(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
-
-
-@pytest.mark.thorough  # experts in MXFP4 take the same way, and those of one tensor are in test_experts.py
-def test_logits_are_those_of_transformers(plain: Path, as_on_a_gpu: Callable[[], None]) -> None:
-    texts = random_texts(5, LENGTHS)
-    expected = logits_of(hf_model(plain), texts)
-    as_on_a_gpu()
-    decoder = load_planned(plan_load(plain, "float32"))[0]
-    decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
-    body = decoder.layers[0][1].body
-    assert isinstance(body, Experts) and isinstance(body.gate_up, torch.Tensor)
-    assert_logits_are(decoder, texts, expected)
 
 
 def test_mxfp4_is_computed_as_the_library_dequantises_it(
