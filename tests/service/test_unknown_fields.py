@@ -91,7 +91,7 @@ def test_what_a_worker_of_older_code_does_not_know_is_told_to_the_caller(told: s
     ((op_id, failed),) = wire.to_events(response)
     assert op_id == 3 and isinstance(failed, CommandFailed)
     assert isinstance(failed.error, Unsupported) and not failed.kv_missing
-    assert failed.error.metadata.get("field", "") == told
+    assert failed.error.field == told
 
 
 def test_what_is_known_is_passed_on_as_it_was_sent() -> None:

@@ -191,7 +191,7 @@ UNSUPPORTED: list[tuple[DialectName, str, dict[str, Any]]] = [
 def test_unsupported_fields_are_refused(dialect: DialectName, field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(ProviderFailure) as raised:
         body(dialect, asked(**fields))
-    assert (raised.value.reason, raised.value.metadata) == ("UNSUPPORTED", {"field": field})
+    assert (raised.value.reason, raised.value.field) == ("UNSUPPORTED", field)
 
 
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
