@@ -82,7 +82,8 @@ class Drafting:
 
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
         try:
-            self._drop_unknown(table)
+            for unknown in [one for one in self._used if table.get(one) is None]:
+                self._drop(unknown)
             begun = self._begin(forwards, table)
             self._run([own for _, own in begun])
             if drafting := [pair for pair in begun if pair[1].outputs]:
@@ -91,10 +92,6 @@ class Drafting:
             for forward in forwards:
                 self._drop(forward.sequence)
             raise
-
-    def _drop_unknown(self, table: KvTable) -> None:
-        for sequence in [one for one in self._used if table.get(one) is None]:
-            self._drop(sequence)
 
     def _drop(self, sequence: int) -> None:
         self._used.pop(sequence, None)

@@ -104,8 +104,8 @@ class Prelauncher:
         self._step_ns = _HOLD_REQUEST_NS
         # One that has begun in this step, and so holds pages.
         self._begun: Forward | None = None
-        # A requested forward needs pages of prelaunched ones: none begins in this step, or in the next.
-        self._is_paused = self._pauses_next_step = False
+        # A requested forward needs pages of prelaunched ones: none begins in this step, or the next one.
+        self._is_paused = self.has_to_wait = False
 
     def may_follow(self, *, wanted: bool) -> bool:
         """Whether `follow` may have an effect. `wanted`: whether one of its decodes wants it."""
@@ -228,16 +228,11 @@ class Prelauncher:
     def next_step(self) -> None:
         """Note that a step begins."""
         self._begun = None
-        self._is_paused, self._pauses_next_step = self._pauses_next_step, False
+        self._is_paused, self.has_to_wait = self.has_to_wait, False
 
     def all_requested(self) -> None:
         """Note that all decodes that run are requested: nobody waits for their pages."""
         self._begun = None
-
-    @property
-    def has_to_wait(self) -> bool:
-        """Whether no prelaunched forward may begin in the next step."""
-        return self._pauses_next_step
 
     def may_begin(self, prelaunched: Forward) -> bool:
         """Whether a prelaunched forward may take pages now. If so, it counts as begun."""
@@ -421,7 +416,7 @@ class Prelauncher:
         """
         if self._begun is None:
             return False
-        self._pauses_next_step = True
+        self.has_to_wait = True
         op.waits_for, op.waits_until = self._begun, 1
         return True
 

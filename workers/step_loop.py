@@ -245,7 +245,9 @@ class StepLoop:
         """Answers those whose results are there, and lets the others wait for a step or their adapter."""
         sequences = decodes.sequences
         if len(set(sequences)) < len(sequences):
-            self._take_in_turn(decodes)
+            # One after the other, as what was computed for one of them is not for the next.
+            for index in range(decodes.size):
+                self._take_decodes(decodes.in_order(np.array([index])))
             return
         if not self._prelauncher.held.keys().isdisjoint(sequences):
             self._take_now(self._prelauncher.release_held())
@@ -274,11 +276,6 @@ class StepLoop:
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
                 self._waiting.queue(forward)
-
-    def _take_in_turn(self, decodes: Decodes) -> None:
-        """One after the other, as what was computed for one of them is not for the next."""
-        for index in range(decodes.size):
-            self._take_decodes(decodes.in_order(np.array([index])))
 
     def _take_forward(self, forward: Forward) -> None:
         self._take_now(self._prelauncher.release_held())

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from benchmarks.checkout import ROOT, environment
 from tests.forks import WORKERS, Forked, fork_server
 from tests.model_factory import TinyModel, load_decoder, make_model
 from workers.models import checkpoint, weights
-from workers.models.checkpoint import CopyDone, Staging
+from workers.models.checkpoint import Staging
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.linear import LoadTarget
@@ -203,7 +204,7 @@ class LateCopies:
             copy()
         del self.queued[:count]
 
-    def event(self) -> CopyDone:
+    def event(self) -> Any:
         copies, self.events = self, self.events + 1
 
         class Event:

@@ -111,7 +111,7 @@ class AdapterTable(Generic[_Weights]):
             self._forget(number)
         for source in added:
             known = self._known.get(source.number)
-            if known is not None and _has_files_of(known, source):
+            if known and (known.source.directory, known.source.digest) == (source.directory, source.digest):
                 known.source = source
                 continue
             # With other files it is what a gateway tried before it ended, and the next one gave its number
@@ -325,7 +325,3 @@ class AdapterTable(Generic[_Weights]):
         op_ids = [*known.commands, *(forward.op_id for forward in waiting)]
         self._results += [Failed(op_id, FailureReason.ADAPTER, why) for op_id in op_ids]
         known.commands = []
-
-
-def _has_files_of(known: KnownAdapter[_Weights], source: AdapterSource) -> bool:
-    return (known.source.directory, known.source.digest) == (source.directory, source.digest)

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from workers.kv.integrity import IntegrityCheck
 from workers.kv.page_pool import PagePool
 
 
 class HeldPages:
-    """Owner of these references."""
+    """Owner of these references: how many each page has here."""
 
-    def __init__(self, pool: PagePool, checks: Sequence[IntegrityCheck]) -> None:
-        """`checks`: those that run now, which are told of each reference."""
-        self._pool, self._checks = pool, checks
-        # How many references each page has here.
-        self._references: Counter[int] = Counter()
-
-    def __iter__(self) -> Iterator[int]:
-        """The pages, once for each reference."""
-        return self._references.elements()
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self.references: Counter[int] = Counter()
 
     def hold(self, page: int) -> None:
         """Keep a page that is in the pool's index, or held already, in the pool until `let_go`."""
         self._pool.incref(page)
-        self._note([page])
+        self.references[page] += 1
 
     def take(self, count: int) -> list[int]:
         """Pages for contents that come from elsewhere, each held once. Raises OutOfPages."""
         pages = self._pool.allocate(count)
-        self._note(pages)
+        self.references.update(pages)
         return pages
-
-    def _note(self, pages: Sequence[int]) -> None:
-        self._references.update(pages)
-        for check in self._checks:
-            check.held(pages)
 
     def let_go(self, pages: Sequence[int]) -> None:
         """Give up one reference to each page. Without others it is cached or free. The last first.
@@ -45,8 +33,6 @@ class HeldPages:
         """
         for page in reversed(pages):
             self._pool.decref(page)
-            self._references[page] -= 1
-            if not self._references[page]:
-                del self._references[page]
-        for check in self._checks:
-            check.let_go(pages)
+            self.references[page] -= 1
+            if not self.references[page]:
+                del self.references[page]

@@ -24,15 +24,15 @@ class IntegrityCheck:
     """One check of a table. Reads the table's data; the table reports all changes from the start on."""
 
     def __init__(
-        self, sequences: Mapping[int, KvSequence], pool: PagePool, page_size: int, held: Iterable[int] = ()
+        self, sequences: Mapping[int, KvSequence], pool: PagePool, page_size: int, held: Mapping[int, int]
     ) -> None:
-        """Take a table's data. `held`: pages that are held for no sequence, once for each reference."""
+        """Take a table's data. `held`: how many references a page has for no sequence."""
         self._sequences = sequences
         self._pool = pool
-        self._page_size = page_size
+        self._page_size, self._held = page_size, held
         self._pending = list(sequences)
         self._counted: set[int] = set()
-        self._holders: Counter[int] = Counter(held)
+        self._holders: Counter[int] = Counter()
 
     def sequence_added(self, key: int) -> None:
         """Note a new sequence, which has no pages yet."""
@@ -45,14 +45,6 @@ class IntegrityCheck:
     def pages_removed(self, key: int, pages: Iterable[int]) -> None:
         if key in self._counted:
             self._holders.subtract(pages)
-
-    def held(self, pages: Iterable[int]) -> None:
-        """Note that pages are held for no sequence."""
-        self._holders.update(pages)
-
-    def let_go(self, pages: Iterable[int]) -> None:
-        """Note that pages are held no more, once each."""
-        self._holders.subtract(pages)
 
     def slices(self) -> Iterator[None]:
         """Check everything, a slice at a time. Raises IntegrityError for a contradiction."""
@@ -70,10 +62,9 @@ class IntegrityCheck:
                 yield
         for page in range(self._pool.num_pages):
             self._pool.check_page(page)
-            if self._holders[page] != self._pool.refcount(page):
-                raise IntegrityError(
-                    f"page {page} has {self._pool.refcount(page)} references, {self._holders[page]} holders"
-                )
+            holders, references = self._holders[page] + self._held.get(page, 0), self._pool.refcount(page)
+            if holders != references:
+                raise IntegrityError(f"page {page} has {references} references, {holders} holders")
             if page % PAGES_PER_SLICE == PAGES_PER_SLICE - 1:
                 yield
         self._pool.check_totals()

@@ -67,7 +67,7 @@ class KvTable:
         self._stored: StoredSequences | None = None
         # Running checks, to which every page is reported that a sequence gets or gives back.
         self._checks: list[IntegrityCheck] = []
-        self.held = HeldPages(self._pool, self._checks)
+        self.held = HeldPages(self._pool)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -470,7 +470,7 @@ class KvTable:
         """As `check_integrity`, in slices. The table may be used and changed between two of them."""
         if self._stored is not None:
             self._stored.disk.check_integrity(self.find)
-        check = IntegrityCheck(self._sequences, self._pool, self.page_size, self.held)
+        check = IntegrityCheck(self._sequences, self._pool, self.page_size, self.held.references)
         self._checks.append(check)
         try:
             yield from check.slices()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -205,21 +205,11 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-class CopyDone(Protocol):
-    """What is recorded behind the copies of a part to a device; `torch.cuda.Event` is one."""
-
-    def record(self) -> None:
-        """Note the copies that are queued so far."""
-
-    def synchronize(self) -> None:
-        """Wait for those that were noted."""
-
-
 class Staging:
     """Two buffers for parts of tensors, by turns: one is filled while the other is copied to a device."""
 
-    def __init__(self, new_event: Callable[[], CopyDone], *, pinned: bool) -> None:
-        """`pinned`: in memory from which a GPU copies without the host."""
+    def __init__(self, new_event: Callable[[], Any], *, pinned: bool) -> None:
+        """`new_event`: `torch.cuda.Event`. `pinned`: in memory from which a GPU copies without the host."""
         self._pinned = pinned
         self._events = [new_event() for _ in range(2)]
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2

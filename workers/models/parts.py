@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from kernels.weight import Weight
 
 
-class QuantisedRows(Protocol):
+@dataclass(frozen=True, slots=True)
+class QuantisedRows(ABC):
     """Rows of a matrix that is quantised in its files, as weights in memory take them."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        """Their size."""
+        """Of the values, for reports of progress."""
+        return self.values.nbytes
 
     def __len__(self) -> int:
-        """How many there are."""
+        return len(self.values)
 
+    @abstractmethod
     def __getitem__(self, rows: slice, /) -> Self:
         """Some of them."""
 
+    @abstractmethod
     def dense(self, group: int) -> torch.Tensor:
         """What they stand for: [n, I] float32. `group`: the inputs with one scale."""
 
+    @abstractmethod
     def write(self, weight: Weight, first: int) -> torch.Tensor:
         """Fill a weight from row `first` on. Returns what is finite if the rows are."""
 

@@ -133,7 +133,9 @@ def load_library_model(
             tensors, or the reason.
     """
     module = _load(plan, progress)
-    _check_finite(plan.directory, module)
+    with torch.inference_mode():
+        for name, parameter in module.named_parameters():
+            checkpoint.check_finite(parameter, f"{plan.directory}: tensor {name}")
     with library_errors("run the model"):
         module.to(device=plan.device)  # type: ignore[call-arg]  # the library wraps a method as a function
         pack_linears(module)
@@ -289,10 +291,3 @@ def _names(names: set[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(sorted(names)[:_NAMES_SHOWN]) + more
-
-
-def _check_finite(directory: Path, module: PreTrainedModel) -> None:
-    """Raises ModelError for a weight that is not finite."""
-    with torch.inference_mode():
-        for name, parameter in module.named_parameters():
-            checkpoint.check_finite(parameter, f"{directory}: tensor {name}")

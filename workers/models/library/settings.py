@@ -129,7 +129,9 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
         )
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     _check_causal(config, text)
-    _check_layers(text)
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in _KNOWN_LAYERS:
+            raise ModelError(f"layer_types: {kind!r} stores what pages cannot hold, and is not supported")
     _check_experts(text)
     vocab_size = text.vocab_size
     if not isinstance(vocab_size, int) or vocab_size < 2:
@@ -235,13 +237,6 @@ def _check_experts(text: PreTrainedConfig) -> None:
         per_token = getattr(text, name, None)
         if type(per_token) is int and per_token < 1:
             raise ModelError(f"{name}: must be at least 1, got {per_token}")
-
-
-def _check_layers(text: PreTrainedConfig) -> None:
-    """Raises ModelError for layers that store more than keys, values and a recurrent state."""
-    for kind in getattr(text, "layer_types", None) or ():
-        if kind not in _KNOWN_LAYERS:
-            raise ModelError(f"layer_types: {kind!r} stores what pages cannot hold, and is not supported")
 
 
 def _max_seq_len(text: PreTrainedConfig) -> int:

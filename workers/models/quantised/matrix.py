@@ -18,25 +18,11 @@ from kernels.weight_formats import WeightFormat
 from workers.common.quantised.scheme import Scheme
 from workers.models.checkpoint import PART_BYTES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import UnsupportedError
-from workers.models.parts import Part
+from workers.models.parts import Part, QuantisedRows
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    values: torch.Tensor
-    scales: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Of the values, for reports of progress."""
-        return self.values.nbytes
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class IntegerRows(_Rows):
+class IntegerRows(QuantisedRows):
     """Rows of a matrix of integers.
 
     Attributes:
@@ -65,7 +51,6 @@ class IntegerRows(_Rows):
         return found if self.order is None else found[:, self.order.argsort()]
 
     def write(self, weight: Weight, first: int) -> torch.Tensor:
-        """Fill a weight from row `first` on. Returns what is finite if the rows are."""
         if isinstance(weight, PermutedWeight):
             if first == 0 and self.order is not None:
                 weight.reorder(self.order)
@@ -76,7 +61,7 @@ class IntegerRows(_Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Rows(_Rows):
+class Float8Rows(QuantisedRows):
     """Rows of a matrix of 8-bit floats.
 
     Attributes:
@@ -88,12 +73,10 @@ class Float8Rows(_Rows):
         return Float8Rows(self.values[rows], self.scales[rows])
 
     def dense(self, group: int) -> torch.Tensor:
-        """What they stand for: [n, I] float32. `group`: the inputs with one scale."""
         values = self.values.float()
         return _spread(self.scales, group, values) * values
 
     def write(self, weight: Weight, first: int) -> torch.Tensor:
-        """Fill a weight from row `first` on. Returns what is finite if the rows are."""
         assert isinstance(weight, Float8Weight | GpuWeight)
         return weight.write_values(first, self.values, self.scales)
 
