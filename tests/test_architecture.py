@@ -42,7 +42,6 @@ WORKER_LAYERS = (
         "inbox",
         "prelaunch",
         "steps_in_flight",
-        "integrity_checks",
         "prefix_wait",
         "kv_disk",
         "drafting",

@@ -38,7 +38,7 @@ class Column:
     ) = range(17)  # fmt: skip
 
 
-WIDTH = 17
+WIDTH = Column.BATCH_ITEMS + 1
 # The deadline of those that have none.
 NEVER = (1 << 63) - 1
 # What a plain decode costs its caller: a token and a row.
@@ -102,7 +102,9 @@ class Decodes:
         decodes, now_ns, last = cls.of(forwards), time.monotonic_ns(), [one.outputs[-1] for one in forwards]
         columns = decodes.columns
         columns[Column.CHOSEN] = [output.token_id for output in last]
-        columns[Column.QUEUE_NS] = [one.arrived_ns and one.started_ns - one.arrived_ns for one in forwards]
+        columns[Column.QUEUE_NS] = [
+            one.started_ns - one.arrived_ns if one.arrived_ns else 0 for one in forwards
+        ]
         columns[Column.COMPUTE_NS] = [now_ns - one.started_ns for one in forwards]
         columns[Column.BATCH_ITEMS] = [one.batch_items for one in forwards]
         if not all(one.output.is_token_only for one in forwards):

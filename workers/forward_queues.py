@@ -131,16 +131,20 @@ class ForwardQueues:
         """Drop and return the forwards that have not begun by their deadline, earliest deadline first."""
         if self._earliest_ns >= now_ns:
             return []
-        waiting = [
-            (forward.deadline_ns, forward.arrival, forward)
-            for forward in self.forwards.values()
-            if forward.deadline_ns is not None and not forward.has_begun
-        ]
-        self._earliest_ns = min((deadline for deadline, *_ in waiting if deadline >= now_ns), default=NEVER)
-        expired = [forward for deadline, _, forward in sorted(waiting) if deadline < now_ns]
-        for forward in expired:
+        expired, self._earliest_ns = [], NEVER
+        for forward in self.forwards.values():
+            deadline_ns = forward.deadline_ns
+            if deadline_ns is None or forward.has_begun:
+                continue
+            if deadline_ns < now_ns:
+                expired.append((deadline_ns, forward.arrival, forward))
+            elif deadline_ns < self._earliest_ns:
+                self._earliest_ns = deadline_ns
+        # No two have arrived at once, so forwards are not compared.
+        in_order = [forward for *_, forward in sorted(expired)]
+        for forward in in_order:
             self.remove(forward.op_id)
-        return expired
+        return in_order
 
     def advance(self, chunk: Chunk) -> bool:
         """Note that a chunk has run, and is counted in `computed`. Return whether the forward is done.

@@ -95,6 +95,8 @@ class OtherCommands:
                 required(self._adapters).change(op_id, command.adapter)
             case "replace_weights":
                 self._read_weights(op_id, command.replace_weights)
+            case kind:
+                raise ValueError(f"unknown command {kind}")
 
     def _change(self, command: WorkerCommand) -> None:
         fork, truncate, released = command.fork, command.truncate, command.release.sequences
@@ -142,10 +144,13 @@ class OtherCommands:
         """Starts to read other weights, or forgets them."""
         if self._replacement is None:
             raise ModelError("this model's weights cannot be replaced")
-        if command.HasField("read"):
-            self._replacement.read(op_id, command.read)
-        else:
-            self._replacement.discard()
+        match command.WhichOneof("step"):
+            case "read":
+                self._replacement.read(op_id, command.read)
+            case "discard":
+                self._replacement.discard()
+            case step:
+                raise ValueError(f"unknown step {step}")
 
     def _apply_weights(self, *, keeps_sequences: bool) -> None:
         """Puts other weights into place. After an error they may be mixed."""

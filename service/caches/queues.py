@@ -54,8 +54,8 @@ class OperationQueues:
     ) -> list[int]:
         """Queues requests on their caches, and begins those with nothing ahead. Returns their tickets.
 
-        Each gets one reply, now or later. caller: for fair queueing in the worker; 0: each request is a
-        caller of its own. tenant: only its caches are found; None: the anonymous tenant.
+        Each gets one reply, now or later. caller: for fair queueing in the worker. tenant: only its
+        caches are found; None: the anonymous tenant.
         """
         self._context.now_s, replies = now_s, self._context.effects.replies
         tenant = tenant or self.index.anonymous

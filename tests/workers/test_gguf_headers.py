@@ -19,10 +19,12 @@ import torch
 from tests.gguf_files import byte_level, write_gguf
 from tests.model_factory import TinyModel, make_model
 from workers.common.gguf import GgufError
+from workers.common.gguf.architectures import ARCHITECTURES
 from workers.common.gguf.header import Header, read_header
 from workers.executors.loading import NATIVE, load_served
 from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError
+from workers.models.gguf.tensors import FileHeader, stored_tensors
 from workers.models.source import source_of
 
 FUZZED = 500
@@ -266,6 +268,15 @@ def test_damaged_models_are_refused_in_a_line_or_load(good: bytes, tmp_path: Pat
         said.append(load(file))
     assert all(not each or (str(file) in each and "\n" not in each) for each in said)
     assert any(said) and not all(said)
+
+
+@pytest.mark.parametrize("name", ["a{}{}", "a{}{x}", "a{}{", "{:>1000000000}{}"])
+def test_a_name_is_no_pattern(name: str) -> None:
+    """A tensor that is not known has the name that the file gives it."""
+    content = read(file_of([], [tensor(name, (2, 2, 2), 0, 0)], data=32))
+    header = FileHeader(Path("model.gguf"), (), content)
+    settings = {"model_type": "llama", "num_hidden_layers": 1}
+    assert [*stored_tensors([header], ARCHITECTURES["llama"], settings)] == [name]
 
 
 def test_a_file_that_changes_is_noticed(good: bytes, tmp_path: Path) -> None:

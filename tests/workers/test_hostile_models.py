@@ -222,7 +222,7 @@ def test_finite_weights_whose_answers_are_not_are_a_bad_configuration(
         executor.warmup()
     assert report(refused.value) == EXIT_CONFIG
     said = fields_of(caplog.records[-1])["error"]
-    assert isinstance(said, str) and said.startswith("its logits are not finite")
+    assert isinstance(said, str) and said.startswith(f"{tmp_path.name}: its logits are not finite")
 
 
 @pytest.mark.parametrize("backend", [NATIVE, TRANSFORMERS])

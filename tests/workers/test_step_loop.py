@@ -11,6 +11,7 @@ import pytest
 from tests.commands import Abort, CheckIntegrity, Command, Fork, Release
 from tests.workers.stepping import Worker
 from workers import answers, extra_samples, sampling
+from workers.common.worker_pb2 import WorkerCommand
 from workers.decodes import Column, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
@@ -297,3 +298,11 @@ def test_an_integrity_check_in_slices_finds_errors(monkeypatch: pytest.MonkeyPat
         worker.loop.step()
         worker.loop.flush()
     assert [r.intact for r in results if isinstance(r, IntegrityReport)] == [False, False]
+
+
+def test_a_command_that_is_not_known_fails_alone() -> None:
+    """A gateway of another version may send one."""
+    worker = Worker()
+    unknown = WorkerCommand(op_id=1)
+    assert failure(worker.answers(unknown), 1) is FailureReason.FAULT
+    assert isinstance(worker.answers(forward(2))[2], Forward)

@@ -80,12 +80,16 @@ def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
     assert_serves(tmp_path, whole, "native")
 
 
-def test_the_settings_of_the_text_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "qwen2_5_vl", "qwen3_vl"])
+def test_the_settings_of_the_text_alone(model_type: str, tmp_path: Path) -> None:
     """Tools that remove experts write these, and leave the names of the tensors as they were."""
-    whole = small_model("qwen3_5_moe")
+    whole = small_model(model_type)
     whole.save_pretrained(tmp_path)
     config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
-    config.write_text(json.dumps(json.loads(config.read_text())["text_config"]))
+    text_config = json.loads(config.read_text())["text_config"]
+    if model_type == "qwen2_5_vl":  # as its first checkpoints say it
+        text_config["rope_parameters"] = text_config["rope_parameters"] | {"rope_type": "mrope"}
+    config.write_text(json.dumps(text_config))
     text = {name: tensor for name, tensor in load_file(file).items() if "visual." not in name}
     save_file(text, file, {"format": "pt"})
     choice = choose_backend(tmp_path, "auto")

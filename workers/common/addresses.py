@@ -46,7 +46,7 @@ def is_listening(path: str) -> bool:
         trial.setblocking(False)
         try:
             trial.connect(path)
-        except BlockingIOError:  # its queue is full
+        except (BlockingIOError, PermissionError):  # its queue is full, or it is another user's
             return True
         except OSError:
             return False

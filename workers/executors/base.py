@@ -204,7 +204,7 @@ class ModelExecutor:
         for forward in forwards:
             if isinstance(forward.failure, BadLogitsError):
                 overflow = "its logits are not finite, though its weights are: they overflow"
-                raise ModelError(overflow) from forward.failure
+                raise ModelError(f"{self._model.model_id}: {overflow}") from forward.failure
             if forward.failure is not None:
                 raise forward.failure
             self.engine.complete(forward)

@@ -166,7 +166,7 @@ class LlmExecutor(ModelExecutor):
         executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
         if drafting is not None:
-            drafter = cls._beside(*drafting, kv.num_pages, limits, asked_kv_dtype)
+            drafter = cls._with_own_pages(*drafting, kv.num_pages, limits, asked_kv_dtype)
             executor.use_draft_model(drafter, limits.max_tokens)
         if mtp_head:
             executor.use_mtp_head()
@@ -178,7 +178,7 @@ class LlmExecutor(ModelExecutor):
         return executor
 
     @classmethod
-    def _beside(
+    def _with_own_pages(
         cls, model: Model, description: ModelDescription, num_pages: int, limits: StepLimits, kv_dtype: str
     ) -> Self:
         """The executor of another model than the one that is served, with pages of its own."""
@@ -229,7 +229,7 @@ class LlmExecutor(ModelExecutor):
             use_head_dtype(read_model, head_dtype)
             # Ranks take part in a step only together, and what a GPU computes a CPU may not, or not soon.
             if ranks is None and not on_gpu:
-                self._beside(read_model, read_description, 1, StepLimits(), AUTO_KV).run_first_step()
+                self._with_own_pages(read_model, read_description, 1, StepLimits(), AUTO_KV).run_first_step()
             # The tokenizer stays.
             return read_model, _described(read_description, source, self.text)
 

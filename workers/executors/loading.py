@@ -129,13 +129,15 @@ def lacks_on_gpu(directory: Path, asked: str, quantization: str | None = None) -
         is_quantised |= any(entry.form is not None for entry in source_of(directory).tensors().values())
         if is_quantised or asked == NATIVE:
             config = ModelConfig.from_directory(directory)
-            check_cuda_kernels(config)
             if is_quantised:
                 check_gpu_formats(directory, config, quantization)
-    except UnsupportedError:
-        return "quantised weights" if is_quantised else "head_dim"
-    except ModelError:
-        pass
+    except ModelError as error:
+        return "quantised weights" if is_quantised and isinstance(error, UnsupportedError) else ""
+    if is_quantised or asked == NATIVE:
+        try:
+            check_cuda_kernels(config)
+        except UnsupportedError:
+            return "quantised weights" if is_quantised else "head_dim"
     return ""
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from workers.kv.sizing import KvSizingError
 from workers.models.adapted import Adapted
@@ -33,8 +33,9 @@ class Served:
 
     @property
     def adapted(self) -> Adapted:
-        """A native model, which takes adapters. Nobody asks for it of another one."""
-        return cast(Adapted, self.model)
+        """A native model, which takes adapters."""
+        assert isinstance(self.model, Adapted)
+        return self.model
 
 
 class WeightsReplacement(Generic[_Weights]):

@@ -92,7 +92,7 @@ class StateSizes:
 
 
 def check_fits(what: str, needed_bytes: int, free_bytes: int) -> None:
-    """Raises KvSizingError if some things need more than `free_bytes` of its device's memory."""
+    """Raises KvSizingError if `what` needs more than `free_bytes`."""
     if needed_bytes > free_bytes:
         raise KvSizingError(
             f"{what} do not fit: they need {needed_bytes >> 20} MiB, {free_bytes >> 20} MiB are free"

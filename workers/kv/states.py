@@ -139,7 +139,7 @@ class StateSlots:
     def appended(self, seq: KvSequence, *, is_shared: bool) -> Sequence[int]:
         """The tokens of the running step were appended to a sequence: keep what it has written.
 
-        Returns the positions for which there is a snapshot now. Not `is_shared`: there is none.
+        Returns the positions for which there is a snapshot now. Without `is_shared` there is none.
         """
         run = self._running.pop(seq.key, None)
         if run is None:

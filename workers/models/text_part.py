@@ -49,8 +49,7 @@ _WRAPPERS_OF: dict[str, str] = {
 WRAPPERS = {wrapper: text for text, wrappers in _WRAPPERS_OF.items() for wrapper in wrappers.split()}
 """The `model_type` of multimodal models, and that of their text part if this does not say it."""
 
-# Text models, and text parts that differ from one only in what they do with images, that compute as another;
-# and what the settings of that model say.
+# Types that compute as another type, apart from images, and what the settings of that type say.
 _SAME: dict[str, dict[str, object]] = {
     "kimi_k2": {"model_type": "deepseek_v3"},
     "mimo": {"model_type": "qwen2"},
@@ -91,7 +90,7 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
     """The settings of the text part of a multimodal model, else all settings. Raises ModelError."""
     wrapper = str(settings.get("model_type"))
     if wrapper not in WRAPPERS:
-        return {**settings, **_SAME.get(wrapper, {})}
+        return _as_same(settings, wrapper)
     text = settings.get(_TEXT)
     if text is None and wrapper in _FLAT:
         text = {
@@ -107,12 +106,16 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
     found = {"model_type": WRAPPERS[wrapper]} | outside | dict(text)
     if "tie_word_embeddings" in outside:  # the head is outside too
         found["tie_word_embeddings"] = outside["tie_word_embeddings"]
-    named = str(found["model_type"])
-    if named not in _SAME:
-        return found
-    found |= _SAME[named]
+    return _as_same(found, str(found["model_type"]))
+
+
+def _as_same(settings: Mapping[str, object], model_type: str) -> Mapping[str, object]:
+    """The settings of the type that computes the same, where there is one."""
+    if model_type not in _SAME:
+        return settings
     return {
-        name: _without_sections(value) if name.startswith("rope_") else value for name, value in found.items()
+        name: _without_sections(value) if name.startswith("rope_") else value
+        for name, value in {**settings, **_SAME[model_type]}.items()
     }
 
 

@@ -182,7 +182,7 @@ def plan_load(
     if quantization is not None and forms:
         first = min(forms)
         where = f"{entries[first].file}: tensor {entries[first].name}"
-        raise UnsupportedError(f"{where} is quantised already ({forms[first].name}), and is served as it is")
+        raise UnsupportedError(f"{where} is quantised already ({forms[first].name}): leave out quantization")
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
     targets = _targets(config, directory, entries)

@@ -281,7 +281,7 @@ def _check_not_there(out: Path) -> None:
 def _temporary(out: Path) -> Iterator[tuple[BufferedRandom, Path]]:
     """A file that gets its name when the block ends, and is removed if that fails.
 
-    Raises OSError, and ModelError if there is a file of that name by then.
+    Raises OSError, and ModelError if there is a file of that name shortly before.
     """
     path = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

@@ -221,7 +221,8 @@ class _Entries:
         block, layer, part = (*info.name.split(".", 2), "", "")[:3]
         module, _, kind = part.rpartition(".")
         if not (block == "blk" and layer.isascii() and layer.isdigit() and len(layer) < _MAX_DIGITS):
-            yield from _parts_of(entry, self._names.outside.get(info.name, info.name))
+            known = self._names.outside.get(info.name)
+            yield from [(info.name, entry)] if known is None else _parts_of(entry, known)
         elif int(layer) in self._not_read:
             yield f"mtp.{info.name}", entry
         elif module in self._names.experts and len(info.shape) == _STACKED.get(kind):
@@ -256,7 +257,7 @@ def _parts_of(entry: GgufTensor, name: str) -> Iterator[tuple[str, GgufTensor]]:
     size = entry.nbytes // entry.shape[0]
     for number in range(entry.shape[0]):
         begin = entry.begin + number * size
-        yield name.format(number), replace(entry, shape=entry.shape[1:], begin=begin, nbytes=size)
+        yield name.replace("{}", str(number)), replace(entry, shape=entry.shape[1:], begin=begin, nbytes=size)
 
 
 def read_vector(header: FileHeader, info: TensorInfo, most: int) -> list[float]:

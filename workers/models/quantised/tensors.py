@@ -97,7 +97,9 @@ def spread(scales: torch.Tensor, outputs: int) -> torch.Tensor:
 def unpack_columns(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Values along the rows of words, the lowest bits first: int32 [n, W] -> uint8 [n, W * 32 / bits]."""
     # Flat, since the words of rows of one may have any stride.
-    numbers = packed.flatten().view(torch.uint8).view(len(packed), -1)  # [n, W * 4]: lowest first
+    numbers = (
+        packed.flatten().view(torch.uint8).view(len(packed), 4 * packed.shape[1])
+    )  # [n, W * 4]: lowest first
     if bits == 8:
         return numbers
     return torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
