@@ -216,7 +216,8 @@ def small_config(model_type: str) -> Iterator[PreTrainedConfig]:
     for variant in _VARIANTS:
         try:
             default: PreTrainedConfig = CONFIG_MAPPING[model_type]()
-            yield type(default)(**_settings(default, SMALL | variant | own))
+            # Copied, since a config changes what it is given.
+            yield type(default)(**copy.deepcopy(_settings(default, SMALL | variant | own)))
         except Exception:
             continue
 

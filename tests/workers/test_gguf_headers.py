@@ -275,7 +275,7 @@ def test_a_name_is_no_pattern(name: str) -> None:
     """A tensor that is not known has the name that the file gives it."""
     content = read(file_of([], [tensor(name, (2, 2, 2), 0, 0)], data=32))
     header = FileHeader(Path("model.gguf"), (), content)
-    settings = {"model_type": "llama", "num_hidden_layers": 1}
+    settings = {"model_type": "llama", "num_hidden_layers": 1, "head_dim": 2}
     assert [*stored_tensors([header], ARCHITECTURES["llama"], settings)] == [name]
 
 
