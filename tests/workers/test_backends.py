@@ -123,7 +123,7 @@ def test_weights_that_are_quantised_in_another_way_are_refused(
 ) -> None:
     caplog.set_level(logging.INFO)
     setting(quantization_config={"bits": 4})(native)
-    says = "quant_method must be one of awq, bitsandbytes|transformers needs .*, not quantised"
+    says = "quant_method must be one of auto-round, awq, bitsandbytes"
     with pytest.raises(ModelError, match=says):
         choose_backend(native, backend)
     assert "runs this model" not in caplog.text, "what is refused was never announced as running"
