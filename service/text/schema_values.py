@@ -66,11 +66,16 @@ class Validator:
         self._validator = extend(draft, keywords)(schema, registry=Registry())
 
     def accepts(self, text: bytes | bytearray) -> bool:
-        """Whether a text is JSON of a valid value."""
+        """Whether a text is JSON of a valid value. Raises SchemaError."""
+        from referencing.exceptions import Unresolvable  # noqa: PLC0415
+
         try:
             return bool(self._validator.is_valid(json.loads(text)))
         except ValueError:
             return False
+        except (ArithmeticError, AttributeError, LookupError, TypeError, Unresolvable):
+            # Of jsonschema, which does not look at these before it follows them.
+            raise SchemaError("a reference leads to what is no schema") from None
         finally:
             self._is_invalid.clear()
 

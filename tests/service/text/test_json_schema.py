@@ -14,7 +14,6 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from service.text.grammar_process import GrammarServer
-from service.text.schema_values import Validator
 
 END = 256
 # Bytes that end strings, objects and lists, and what the names here have.
@@ -423,32 +422,20 @@ def test_values_in_a_schema_are_no_schemas(server: GrammarServer) -> None:
         allows(server, {"not": {"$ref": "#/default"}, "default": CLOSED}, "{}")
 
 
-@pytest.mark.parametrize(
-    ("text", "is_valid"),
-    [
-        ("[[1],[true],[1]]", False),
-        ("[[1],[true],1,true,null,0,false]", True),
-        ("[1,1.0]", False),
-        ("[-0.0,0]", False),
-        ('[{"a":[1],"b":2},{"b":2.0,"a":[1.0]}]', False),
-        ('["1",1,"[1]",[1]]', True),
-        (r'["\u0061","a"]', False),
-        ("[9007199254740993,9007199254740992.0]", True),
-        # Compared with each other they took minutes.
-        (json.dumps([*range(40_000), None, "a"]), True),
-    ],
-    ids=lambda given: str(given)[:30],
-)
-def test_unique_items(text: str, is_valid: bool) -> None:
-    assert Validator({"uniqueItems": True}).accepts(text.encode()) is is_valid
-    assert Validator({"uniqueItems": False}).accepts(text.encode())
-
-
 def test_a_reference_that_leads_back_to_itself_has_no_value(server: GrammarServer) -> None:
     """Followed without end, it ended the process that computes the masks of all."""
     assert not allows(server, {"$ref": "#"}, "null")
     for name in ("$ref", "$dynamicRef"):
         assert allows(server, {"anyOf": [{name: "#"}, {"type": "null"}]}, "null")
+
+
+def test_what_a_draft_leads_to_is_no_error_of_the_sample(server: GrammarServer) -> None:
+    schema = {"type": "integer", "if": {"minimum": 10}, "then": {"$ref": "#/x-a"}, "x-a": 5}
+    compile_schema(server, schema)
+    grammar = {"kind": "json_schema", "text": json.dumps(schema)}
+    sample = {"sample": 0, "begin": 0, "token_ids": [ord("1")], "draft": [ord("2")], "draft_tokens": 1}
+    reply, _ = task(server, method="mask", **grammar, **sample)
+    assert reply == {"draft": [], "may_end": [True]}
 
 
 def behind(keyword: str, last: Any) -> dict[str, Any]:
