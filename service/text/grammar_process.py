@@ -63,7 +63,7 @@ class _Sample:
     text: bytearray = field(default_factory=bytearray)
 
     def mask(self) -> tuple[bool, bytes]:
-        """As `_mask`: a text that is not valid may not end. Raises GrammarError."""
+        """As `_mask`: a text that is not valid may not end. Raises GrammarError or SchemaError."""
         may_end, mask = _mask(self.matcher)
         if may_end and self.validator is not None and not self.validator.accepts(self.text):
             if not any(mask):
@@ -144,7 +144,7 @@ class GrammarServer:
         """The first tokens of a draft that the grammar allows, and then those that it forces: `most` in all.
 
         And the masks of the sample (see `_Sample.mask`): now, and after each of these. After none of them the
-        text is finished. Raises GrammarError if there is no mask now.
+        text is finished. Raises GrammarError or SchemaError if there is no mask now.
         """
         masks, drafted = [sample.mask()], list[int]()
         ahead, until_s = sample.copy() if most else sample, time.monotonic() + _DRAFT_S
@@ -158,7 +158,7 @@ class GrammarServer:
             try:
                 ahead.consume([token_id], self._tokens)
                 may_end, bits = ahead.mask()
-            except GrammarError:
+            except (GrammarError, SchemaError):
                 break
             if not any(bits):
                 break

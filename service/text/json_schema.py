@@ -3,7 +3,7 @@
 `prepared` writes a schema such that the library's grammar allows only valid values, or refuses it where the
 library cannot: it ignores an exclusive bound that is an integer beside the other bound. `schema_values`
 checks finished values, for what is left: the library takes a `oneOf` as an `anyOf`, rounds numbers, and
-leaves out what it does not know.
+leaves out what it does not know. It refuses what it cannot check.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import quote
 
-from service.text.schema_patterns import SchemaError, check_backslash
-from service.text.schema_values import NAMED, Schema, is_number
+from service.text.schema_patterns import SchemaError
+from service.text.schema_values import Schema, is_number
 
-# Where schemas have schemas: one, a list of them, or some by name.
+# Where schemas have schemas that the library knows: one, a list of them, or some by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # The least distance from an exclusive bound: a smaller one takes an expression of hundreds of digits.
 _LEAST_DISTANCE = 1e-15
@@ -43,13 +44,8 @@ def prepared(schema: Any) -> Any:
         written["$ref"] = "#" + quote(reference[1:], safe=_URI)
     if schema.get("format", "") is None:
         del written["format"]
-    patterns = schema.get("patternProperties")
-    for expression in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
-        check_backslash(expression)
     written |= {name: int(written[name]) for name in _COUNTS if is_number(written.get(name))}
     _set_bounds(written)
-    if any(schema.get(f"unevaluated{what}", True) not in (True, {}) for what in ("Properties", "Items")):
-        raise SchemaError("unevaluatedProperties and unevaluatedItems are not supported")
     required = schema.get("required")
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > len(required if isinstance(required, list) else ()) + 1:
@@ -59,7 +55,7 @@ def prepared(schema: Any) -> Any:
 
 
 def _prepare_inner(schema: Schema) -> None:
-    for name in NAMED:
+    for name in _NAMED:
         if isinstance(schema.get(name), dict):
             schema[name] = {key: prepared(inner) for key, inner in schema[name].items()}
     for name in _LISTS:

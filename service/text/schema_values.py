@@ -9,13 +9,15 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
-from service.text.schema_patterns import SchemaError, matches
+from service.text.schema_patterns import SchemaError, check_patterns, matches
 
 Schema: TypeAlias = dict[str, Any]
 _Keyword: TypeAlias = Callable[..., Iterator[Exception]]
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 # Keywords with schemas by name.
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+# Keywords with values of JSON.
+_VALUES = ("const", "enum", "default", "examples")
 ANNOTATIONS = frozenset(
     {
         "$comment", "contentEncoding", "contentMediaType", "default", "deprecated", "description", "examples",
@@ -35,7 +37,7 @@ class Validator:
     """Whether values are valid under a schema."""
 
     def __init__(self, schema: Schema) -> None:
-        """Raises SchemaError if it is no schema."""
+        """Raises SchemaError if it is no schema, or has what cannot be checked."""
         # It takes 0.1 s to import, and most processes need no schemas.
         from jsonschema import (  # noqa: PLC0415
             Draft3Validator,
@@ -54,6 +56,7 @@ class Validator:
         faults = [_fault(draft, schema) for draft in drafts]
         if None not in faults:
             raise SchemaError(f"it is no JSON Schema, at '{faults[0]}'")
+        _check_applicable(schema)
         draft = drafts[faults.index(None)]
         # By the identities of what follows a reference, a schema with it, and a value: they outlive a check.
         self._is_invalid: dict[tuple[int, int, int], bool] = {}
@@ -63,11 +66,16 @@ class Validator:
         self._validator = extend(draft, keywords)(schema, registry=Registry())
 
     def accepts(self, text: bytes | bytearray) -> bool:
-        """Whether a text is JSON of a valid value."""
+        """Whether a text is JSON of a valid value. Raises SchemaError."""
+        from referencing.exceptions import Unresolvable  # noqa: PLC0415
+
         try:
             return bool(self._validator.is_valid(json.loads(text)))
         except ValueError:
             return False
+        except (ArithmeticError, AttributeError, LookupError, TypeError, Unresolvable):
+            # Of jsonschema, which does not look at these before it follows them.
+            raise SchemaError("a reference leads to what is no schema") from None
         finally:
             self._is_invalid.clear()
 
@@ -88,9 +96,39 @@ def _fault(draft: Any, schema: Schema) -> str | None:
     """Where a schema is none of this draft. Some programs write null for annotations, which do no harm."""
     for error in draft(draft.META_SCHEMA).iter_errors(schema):
         place = list(map(str, error.absolute_path))
-        if not place or place[-1] not in ANNOTATIONS or place[-2:-1] in [[name] for name in NAMED]:
+        if not place or place[-1] not in ANNOTATIONS or place[-2:-1] in [[name] for name in _NAMED]:
             return "/".join(place)
     return None
+
+
+def _check_applicable(schema: Schema) -> None:
+    """Raises SchemaError for what cannot be checked."""
+    patterns = []
+    for each in _schemas(schema):
+        for name in ("unevaluatedProperties", "unevaluatedItems"):
+            _check_unevaluated(each.get(name, True))
+        named = each.get("patternProperties")
+        patterns += [each.get("pattern"), *(named if isinstance(named, dict) else ())]
+    check_patterns([pattern for pattern in patterns if isinstance(pattern, str)])
+
+
+def _schemas(value: Any) -> Iterator[Schema]:
+    """All that may be schemas in one; also below unknown keywords, where references may lead."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _schemas(each)
+    elif isinstance(value, dict):
+        yield value
+        for name, inner in value.items():
+            if name not in _VALUES:
+                is_named = name in _NAMED and isinstance(inner, dict)
+                yield from _schemas(list(inner.values()) if is_named else inner)
+
+
+def _check_unevaluated(inner: Any) -> None:
+    """Raises SchemaError: to see what is evaluated, jsonschema would follow references without end."""
+    if inner not in (True, {}):
+        raise SchemaError("unevaluatedProperties and unevaluatedItems are not supported")
 
 
 def _errors(is_invalid: bool) -> Iterator[Exception]:
@@ -123,14 +161,38 @@ def _additional_properties(validator: Any, inner: Any, value: Any, schema: Schem
             yield from validator.descend(each, inner)
 
 
-# Keywords whose own check differs from the grammar's: Python's regular expressions are others than those of
-# JSON Schema, and the library's are nearer to them.
+def _unevaluated(_validator: Any, inner: Any, _value: Any, _schema: Schema) -> Iterator[Exception]:
+    _check_unevaluated(inner)
+    return _errors(False)
+
+
+def _unique_items(_validator: Any, is_unique: bool, value: Any, _schema: Schema) -> Iterator[Exception]:
+    """In a time that grows with the size: jsonschema compares each item with all others."""
+    if not is_unique or not isinstance(value, list):
+        return _errors(False)
+    return _errors(len({json.dumps(_exact(each), sort_keys=True) for each in value}) < len(value))
+
+
+def _exact(value: Any) -> Any:
+    """A value in which equal numbers are written equally: 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return list(map(_exact, value))
+    if isinstance(value, dict):
+        return {name: _exact(each) for name, each in value.items()}
+    return value
+
+
+# Keywords whose own check differs from the grammar's, or takes too long: Python's regular expressions are
+# others than those of JSON Schema, and the library's are nearer to them.
 _KEYWORDS: dict[str, _Keyword] = {
     "multipleOf": _multiple_of,
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional_properties,
-    # `json_schema` refuses them: to see what is evaluated follows references without end.
-    "unevaluatedProperties": lambda *_: _errors(False),
-    "unevaluatedItems": lambda *_: _errors(False),
+    "uniqueItems": _unique_items,
+    # Refused at the start, unless a reference leads into a `default`.
+    "unevaluatedProperties": _unevaluated,
+    "unevaluatedItems": _unevaluated,
 }

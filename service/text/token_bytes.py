@@ -98,8 +98,8 @@ def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str])
     """The bytes of the tokens that the decoder writes as bytes."""
     spelled = {}
     for token_id in ids:
-        own = spelled_bytes(tokenizer.id_to_token(token_id) or "", decoders)
-        if own is not None:
+        token = tokenizer.id_to_token(token_id)
+        if token is not None and (own := spelled_bytes(token, decoders)) is not None:
             spelled[token_id] = own
     return spelled
 

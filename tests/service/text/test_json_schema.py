@@ -37,6 +37,10 @@ class Refused(Exception):
     pass
 
 
+class Failed(Exception):
+    """The sample ended with an error."""
+
+
 def task(server: GrammarServer, **request: Any) -> tuple[dict[str, Any], bytes]:
     line, _, mask = server.run(json.dumps(request).encode()).partition(b"\n")
     return json.loads(line), mask
@@ -68,7 +72,8 @@ class Writer:
         reply, mask = task(
             self._server, method="mask", **sample, **({} if self._num_known else self._grammar)
         )
-        assert "error" not in reply, (reply, self.text)
+        if "error" in reply:
+            raise Failed(reply, self.text)
         self._num_known = len(self.text)
         allowed = [byte for byte in range(256) if mask and mask[byte >> 3] >> (byte & 7) & 1]
         (may_end,) = reply["may_end"]
@@ -100,11 +105,20 @@ def allows(server: GrammarServer, schema: Any, text: str) -> bool:
 
 
 def check_samples(
-    server: GrammarServer, schema: Mapping[str, Any], seed: int, samples: int = SAMPLES
+    server: GrammarServer,
+    schema: Mapping[str, Any],
+    seed: int,
+    samples: int = SAMPLES,
+    *,
+    may_fail: bool = False,
 ) -> None:
     validator = validator_for(schema, default=Draft202012Validator)(schema)
     for index in range(samples):
-        text = Writer(server, schema).write_anything(random.Random(f"{seed} {index}"))
+        try:
+            text = Writer(server, schema).write_anything(random.Random(f"{seed} {index}"))
+        except Failed:
+            assert may_fail
+            continue
         if text is not None:
             assert validator.is_valid(json.loads(text)), (schema, text)
 
@@ -179,10 +193,34 @@ def extended(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
     )
 
 
+def extended_further(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """With what the grammar does not know or leaves out."""
+    objects = optional(
+        properties=st.dictionaries(NAMES, inner | st.booleans(), max_size=3),
+        patternProperties=st.dictionaries(PATTERNS | st.just("^a$"), inner, max_size=2),
+        required=st.lists(NAMES, max_size=2, unique=True),
+        minProperties=st.integers(0, 3),
+        maxProperties=st.integers(0, 3),
+        propertyNames=inner,
+        dependentSchemas=st.dictionaries(NAMES, inner, max_size=2),
+    )
+    schemas = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        extended(inner),
+        typed("object", objects),
+        typed("array", optional(items=inner, contains=inner, uniqueItems=st.booleans())),
+        schemas.map(lambda several: {"oneOf": several}),
+        st.tuples(inner, inner).map(lambda pair: {**pair[0], "not": pair[1]}),
+        st.tuples(*[inner] * 3).map(lambda three: dict(zip(("if", "then", "else"), three, strict=True))),
+    )
+
+
 SCHEMAS = st.recursive(LEAVES, extended, max_leaves=5)
+FURTHER_SCHEMAS = st.recursive(LEAVES, extended_further, max_leaves=5)
+INNER = LEAVES.filter(lambda leaf: "$ref" not in leaf)
 
 
-@given(schema=SCHEMAS, inner=LEAVES.filter(lambda leaf: "$ref" not in leaf), seed=st.integers(0, 1 << 20))
+@given(schema=SCHEMAS, inner=INNER, seed=st.integers(0, 1 << 20))
 def test_every_finished_sample_is_valid(
     server: GrammarServer, schema: dict[str, Any], inner: dict[str, Any], seed: int
 ) -> None:
@@ -194,6 +232,19 @@ def test_every_finished_sample_is_valid(
     check_samples(server, whole, seed, 3)
 
 
+@given(schema=FURTHER_SCHEMAS, inner=INNER, seed=st.integers(0, 1 << 20))
+def test_a_sample_that_ends_by_itself_is_valid(
+    server: GrammarServer, schema: dict[str, Any], inner: dict[str, Any], seed: int
+) -> None:
+    whole = {**schema, "$defs": {"d": inner}}
+    try:
+        compile_schema(server, whole)
+    except Refused:
+        return
+    check_samples(server, whole, seed, 3, may_fail=True)
+
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 OBJECT = {"type": "object", "additionalProperties": False}
 A = {"a": {"type": "integer"}}
 SERVED: list[dict[str, Any]] = [
@@ -284,7 +335,7 @@ def test_a_finished_value_that_is_not_valid_is_an_error_and_no_end(
     assert not top.write("-2"), "it may not end here"
     assert top.write(".25")
     inner = {"type": "array", "items": schema}
-    with pytest.raises(AssertionError, match="finished and not valid"):
+    with pytest.raises(Failed, match="finished and not valid"):
         Writer(server, inner).write("[-2]")
 
 
@@ -301,7 +352,7 @@ def test_what_the_library_does_not_know_is_checked_at_the_end(
     server: GrammarServer, schema: dict[str, Any], valid: str, invalid: str
 ) -> None:
     assert allows(server, schema, valid)
-    with pytest.raises(AssertionError, match="finished and not valid"):
+    with pytest.raises(Failed, match="finished and not valid"):
         allows(server, schema, invalid)
 
 
@@ -311,7 +362,7 @@ def test_a_value_of_several_schemas_of_a_oneof_is_no_end(server: GrammarServer) 
     assert numbers.write(".5")
     objects = {"oneOf": [{**OBJECT, "properties": {"t": {"const": name}}} for name in "xy"]}
     assert allows(server, objects, '{"t":"x"}')
-    with pytest.raises(AssertionError, match="finished and not valid"):
+    with pytest.raises(Failed, match="finished and not valid"):
         Writer(server, objects).write("{}")
 
 
@@ -325,6 +376,13 @@ def test_a_value_of_several_schemas_of_a_oneof_is_no_end(server: GrammarServer) 
         ({"$schema": 3}, r"at '\$schema'"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "draft 3"),
         ({"type": "string", "pattern": "a\\"}, "lone backslash"),
+        ({"propertyNames": {"pattern": "a\\"}}, "lone backslash"),
+        ({"dependentSchemas": {"const": {"patternProperties": {"a\\": {}}}}}, "lone backslash"),
+        ({"contains": {"pattern": "(?=a)"}}, "look-around"),
+        ({"not": {"pattern": "("}}, "regex parse error"),
+        # Its second alternative is no expression, the first one matches nothing.
+        ({"not": {"anyOf": [{"pattern": r"[^\s\S]"}, {"pattern": "("}]}}, "regex parse error"),
+        ({"dependentSchemas": {"title": 5}, "$schema": DRAFT}, "at 'dependentSchemas/title'"),
         ({"$schema": "https://example.org/own", "type": "integer"}, "does not fetch"),
     ],
 )
@@ -335,11 +393,49 @@ def test_what_cannot_be_applied_is_refused(
         compile_schema(server, schema)
 
 
+CLOSED = {"unevaluatedProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({keyword: CLOSED} for keyword in ("not", "if", "then", "else", "contains", "propertyNames")),
+        *({keyword: {"a": CLOSED}} for keyword in ("dependentSchemas", "dependencies", "properties")),
+        {"not": {"properties": {"const": {"unevaluatedItems": {"type": "null"}}}}},
+        {"$ref": "#/components/a", "components": {"a": CLOSED}},
+    ],
+    ids=str,
+)
+def test_what_is_not_evaluated_is_refused_wherever_it_is(
+    server: GrammarServer, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(Refused, match="unevaluatedProperties and"):
+        compile_schema(server, schema)
+
+
+def test_values_in_a_schema_are_no_schemas(server: GrammarServer) -> None:
+    for schema in ({"const": CLOSED}, {"enum": [CLOSED]}):
+        assert allows(server, schema, json.dumps(CLOSED))
+    annotated = {"type": "integer", "default": {"pattern": "a\\"}, "examples": [CLOSED]}
+    assert allows(server, annotated, "1")
+    with pytest.raises(Failed, match="unevaluatedProperties and"):
+        allows(server, {"not": {"$ref": "#/default"}, "default": CLOSED}, "{}")
+
+
 def test_a_reference_that_leads_back_to_itself_has_no_value(server: GrammarServer) -> None:
     """Followed without end, it ended the process that computes the masks of all."""
     assert not allows(server, {"$ref": "#"}, "null")
     for name in ("$ref", "$dynamicRef"):
         assert allows(server, {"anyOf": [{name: "#"}, {"type": "null"}]}, "null")
+
+
+def test_what_a_draft_leads_to_is_no_error_of_the_sample(server: GrammarServer) -> None:
+    schema = {"type": "integer", "if": {"minimum": 10}, "then": {"$ref": "#/x-a"}, "x-a": 5}
+    compile_schema(server, schema)
+    grammar = {"kind": "json_schema", "text": json.dumps(schema)}
+    sample = {"sample": 0, "begin": 0, "token_ids": [ord("1")], "draft": [ord("2")], "draft_tokens": 1}
+    reply, _ = task(server, method="mask", **grammar, **sample)
+    assert reply == {"draft": [], "may_end": [True]}
 
 
 def behind(keyword: str, last: Any) -> dict[str, Any]:
