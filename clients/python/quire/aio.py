@@ -523,7 +523,10 @@ class AsyncClient(AsyncCaller):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
+        if unknown:
+            raise _calls.no_such_setting(method.rpc, unknown)
         _calls.set_priority(request, priority, self._priority)
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         several = len(self._stubs) > 1
@@ -596,6 +599,9 @@ class AsyncSession(AsyncCaller):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
+        if unknown:
+            raise _calls.no_such_setting(method.rpc, unknown)
         _calls.set_priority(request, priority, self._priority)
         return await self._stream.call(method, request, timeout_s)

@@ -521,7 +521,10 @@ class Client(Caller):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
+        if unknown:
+            raise _calls.no_such_setting(method.rpc, unknown)
         _calls.set_priority(request, priority, self._priority)
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         several = len(self._stubs) > 1
@@ -594,6 +597,9 @@ class Session(Caller):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
+        if unknown:
+            raise _calls.no_such_setting(method.rpc, unknown)
         _calls.set_priority(request, priority, self._priority)
         return self._stream.call(method, request, timeout_s)
