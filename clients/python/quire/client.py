@@ -82,6 +82,10 @@ class Client(Caller):
     ) -> None:
         """Connects when first used. Raises ValueError for invalid settings.
 
+        A server that answers no ping is taken for gone: running calls fail with UNAVAILABLE. A single server
+        is pinged every 20 s and has 20 s to answer, so calls do not survive that it is paused for more than
+        about 40 s. Of several gateways each is pinged every 2 s and has 3 s.
+
         Args:
             target: A gRPC target, such as `host:port` or `unix:/path`. Several gateways of one server as a
                 list, or as `host:port,host:port`: a call goes to the one that has its cache, and its next
