@@ -282,13 +282,27 @@ def test_a_setting_that_does_not_exist_is_refused(client: Client, executor: Fake
     untyped: Any = client
     with pytest.raises(TypeError, match="temperature"):
         untyped.prefill([1], temperature=0.5)
-    for call in (cache.decode, cache.truncate, cache.renew):
-        with pytest.raises(TypeError, match="timeout"):
+    for call, name in ((cache.decode, "Decode"), (cache.truncate, "TruncateKV"), (cache.renew, "RenewCache")):
+        with pytest.raises(TypeError, match=f"{name} has no setting timeout$"):
             call(1, timeout=3)
-    with pytest.raises(TypeError, match="timeout"):
+    with pytest.raises(TypeError, match=r"GetStatus has no setting timeout$"):
         untyped.status(timeout=3)
+    session: Any = client.session()
+    with session, pytest.raises(TypeError, match=r"Prefill has no setting temperature$"):
+        session.prefill([1], temperature=0.5)
     assert cache.seq_len == 1 and len(executor.caches) == 1
     cache.release()
+
+
+def test_a_release_with_a_setting_that_does_not_exist_changes_nothing(
+    client: Client, executor: FakeExecutor
+) -> None:
+    cache: Any = client.prefill([1])
+    with pytest.raises(TypeError, match=r"Cache\.release\(\) .*'timeout'"):
+        cache.release(timeout=3)
+    assert cache.cache_id in executor.caches
+    with pytest.warns(ResourceWarning, match="was not released"):
+        del cache
 
 
 def test_another_process_is_told_how_to_get_a_cache(client: Client) -> None:

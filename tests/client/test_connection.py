@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from quire import AsyncClient, Client, QuireError, Tls, Unavailable
+from quire._connection import connection
 from quire._proxies import proxy_of
 
 from tests.certificates import Authority, Pair
@@ -80,6 +81,22 @@ def test_a_certificate_of_the_client(authority: Authority, executor: FakeExecuto
     with serving_tls(executor, authority.server(), clients_of=authority) as target:
         assert refuses(target, Tls(ca=authority.cert))
         assert not refuses(target, Tls(ca=authority.cert, cert=alice.cert, key=alice.key))
+
+
+@pytest.mark.parametrize(("targets", "ping_ms", "answer_ms"), [
+    (["here:1"], 20_000, 20_000),
+    (["here:1", "here:2"], 2_000, 3_000),
+])  # fmt: skip
+def test_one_of_several_gateways_is_left_sooner_than_a_single_server(
+    targets: list[str], ping_ms: int, answer_ms: int
+) -> None:
+    """What gRPC does with these is measured below, for 40 seconds."""
+    settings: Any = {"tls": False, "token": "", "token_in_plain_view": False}
+    options = dict(connection(targets, **settings, max_request_bytes=1, max_response_bytes=1).options)
+    assert options["grpc.keepalive_time_ms"] == ping_ms
+    assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == answer_ms
+    assert options["grpc.http2.max_pings_without_data"] == 0, "pings go on while a call is quiet"
+    assert options["grpc.max_reconnect_backoff_ms"] == 2_000
 
 
 @pytest.mark.thorough

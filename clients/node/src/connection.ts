@@ -57,8 +57,12 @@ export function checkOptions({ name }: { name: string }, { timeoutMs, priority, 
 /** Calls `abort` when a signal is given, until the function that is returned is called. */
 export function onAbort(signal: AbortSignal | undefined, abort: () => void): () => void {
   if (!signal) return () => undefined;
-  // Many calls may have one signal, of which Node would warn.
-  setMaxListeners(0, signal);
+  try {
+    // Many calls may have one signal, of which Node would warn.
+    setMaxListeners(0, signal);
+  } catch {
+    // It is not Node's own, as that of a polyfill or of jsdom.
+  }
   signal.addEventListener("abort", abort);
   return () => signal.removeEventListener("abort", abort);
 }
@@ -264,21 +268,30 @@ export class Connection {
       const forget = onAbort(signal, () => call.cancel());
       const timer = this.targets.length > 1 ? setTimeout(() => leaveIfUnconnected(client, call), CONNECT_TIMEOUT_MS) : undefined;
       const answer: Answer = { response: undefined, trailing: undefined };
-      const call = client.makeUnaryRequest<Buffer, unknown>(
-        pathOf(method),
-        asBytes,
-        (received) => fromBinary(method.output, received),
-        bytes,
-        this.#settings.metadata,
-        grpcOptions(deadline),
-        (error, response) => {
-          clearTimeout(timer);
-          forget();
-          if (error) return reject(errorFromCall(error, proxy));
-          answer.response = response;
-          resolve(answer);
-        },
-      );
+      const end = () => {
+        clearTimeout(timer);
+        forget();
+      };
+      let call: ClientUnaryCall;
+      try {
+        call = client.makeUnaryRequest<Buffer, unknown>(
+          pathOf(method),
+          asBytes,
+          (received) => fromBinary(method.output, received),
+          bytes,
+          this.#settings.metadata,
+          grpcOptions(deadline),
+          (error, response) => {
+            end();
+            if (error) return reject(errorFromCall(error, proxy));
+            answer.response = response;
+            resolve(answer);
+          },
+        );
+      } catch (error) {
+        end(); // The client is closed.
+        throw error;
+      }
       // grpc-js emits it right after the response, before anything that awaits the response goes on.
       call.on("status", ({ metadata }) => (answer.trailing = metadata));
     });

@@ -19,7 +19,7 @@ const LONGEST_TIMEOUT_MS = 365 * 86_400_000;
  * for what is no number: as a text it would be joined to the present time.
  */
 export function deadlineOf(timeoutMs: number | undefined): number | undefined {
-  if (timeoutMs !== undefined && typeof timeoutMs !== "number") {
+  if (timeoutMs !== undefined && (typeof timeoutMs !== "number" || Number.isNaN(timeoutMs))) {
     throw new TypeError(`timeoutMs is a number of milliseconds, not ${String(timeoutMs)}`);
   }
   return timeoutMs !== undefined && timeoutMs <= LONGEST_TIMEOUT_MS ? Date.now() + timeoutMs : undefined;

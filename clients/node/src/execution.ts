@@ -6,7 +6,7 @@ import { create } from "@bufbuild/protobuf";
 import { type ServiceError, status } from "@grpc/grpc-js";
 
 import { Answer, type Chunk, chunkOf } from "./chunks.js";
-import type { CallOptions } from "./connection.js";
+import { type CallOptions, onAbort } from "./connection.js";
 import { deadlineOf, msOf } from "./duration.js";
 import type { Policy } from "./enums.js";
 import { cancelled, errorFromCall, QuireError } from "./errors.js";
@@ -120,10 +120,13 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
         const until = Math.min(brokenAt + this.#keepMs, deadline ?? Infinity);
         const goesOn = failed.code === status.UNAVAILABLE && retries && !this.#cancelled.signal.aborted;
         if (!goesOn || Date.now() + pauseMs > until) throw failed;
-        const ended = AbortSignal.any(signal ? [signal, this.#cancelled.signal] : [this.#cancelled.signal]);
-        await sleep(pauseMs, undefined, { signal: ended }).catch(() => {
-          throw cancelled();
-        });
+        const forget = onAbort(signal, () => this.#cancelled.abort());
+        if (signal?.aborted) this.#cancelled.abort();
+        await sleep(pauseMs, undefined, { signal: this.#cancelled.signal })
+          .catch(() => {
+            throw cancelled();
+          })
+          .finally(forget);
         longestMs = Math.min(2 * longestMs, MAX_BACKOFF_MS);
       } finally {
         call.cancel();

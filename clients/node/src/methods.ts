@@ -46,10 +46,11 @@ export function fieldsOf<M extends object>(message: M): Fields<M> {
   return fields as Fields<M>;
 }
 
-/** Throws TypeError for settings that `of` does not have: without types they would have no effect. */
+/** Throws TypeError for settings that `of` does not have, unless undefined: without types they would have no effect. */
 export function refuse(of: string, unknown: object): void {
-  const [name] = Object.keys(unknown);
-  if (name !== undefined) throw new TypeError(`${of} has no setting ${name}`);
+  for (const [name, value] of Object.entries(unknown)) {
+    if (value !== undefined) throw new TypeError(`${of} has no setting ${name}`);
+  }
 }
 
 /** Whether a request is safe to retry. A call that is not in the list is not. */

@@ -1,4 +1,5 @@
 import assert from "node:assert/strict";
+import { getEventListeners } from "node:events";
 import { readFileSync } from "node:fs";
 import { after, test } from "node:test";
 import { promisify } from "node:util";
@@ -27,6 +28,7 @@ import { ErrorInfoSchema, RetryInfoSchema } from "../dist/gen/google/rpc/error_d
 import { StatusSchema } from "../dist/gen/google/rpc/status_pb.js";
 import { mayRepeat } from "../dist/methods.js";
 import { breakingWay, failingServer, GUARDED, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
+import { OtherSignal } from "./signals.mjs";
 
 const METHODS = executor.ModelExecutorService.method;
 const client = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS });
@@ -487,8 +489,17 @@ test("a setting that does not exist is refused, and not without effect", async (
   await cache.release();
 });
 
+test("a setting that is undefined need not exist", async () => {
+  const unset = { temperature: undefined, timeout: undefined };
+  const cache = await client.prefill([1, 2, 3], unset);
+  outputOptions(unset);
+  await cache.decode(1, unset);
+  await assert.rejects(cache.decode(1, { ...unset, temprature: 1 }), /Decode has no setting temprature$/);
+  await cache.release(unset);
+});
+
 test("a time is a number", async () => {
-  for (const timeoutMs of ["1000", {}]) await assert.rejects(client.status({ timeoutMs }), TypeError);
+  for (const timeoutMs of ["1000", {}, NaN]) await assert.rejects(client.status({ timeoutMs }), TypeError);
   for (const leaseMs of ["1000", NaN, Infinity]) await assert.rejects(client.prefill([1], { leaseMs }), TypeError);
   await client.status({ timeoutMs: Infinity });
 });
@@ -523,4 +534,27 @@ test("many calls can have one signal, and an output the entropy", async () => {
   await session.close();
   process.off("warning", warn);
   assert.deepEqual(warned, []);
+});
+
+test("a signal need not be Node's own", async () => {
+  const { target, close } = await silentServer();
+  const silent = new QuireClient(target, { timeoutMs: TIMEOUT_MS });
+  const signal = new OtherSignal();
+  const call = refused(silent.status({ signal }));
+  await new Promise((resolve) => setImmediate(resolve));
+  signal.abort();
+  assert.equal((await call).code, status.CANCELLED);
+  assert.equal(signal.count, 0);
+  silent.close();
+  close();
+});
+
+test("a call of a closed client leaves no listener, and fails alone", async () => {
+  for (const target of [TARGET, [TARGET, "127.0.0.1:1"]]) {
+    const closed = new QuireClient(target, { timeoutMs: TIMEOUT_MS });
+    closed.close();
+    const { signal } = new AbortController();
+    await assert.rejects(closed.status({ signal }), /closed|shut ?down/i);
+    assert.deepEqual(getEventListeners(signal, "abort"), []);
+  }
 });

@@ -4,6 +4,7 @@ import { after, test } from "node:test";
 import { create, Execution, item, QuireClient, QuireError, runner, status, types } from "quire-llm";
 
 import { breakingWay, TARGET, TIMEOUT_MS } from "./servers.mjs";
+import { OtherSignal } from "./signals.mjs";
 
 const client = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS });
 after(() => client.close());
@@ -285,13 +286,20 @@ test("one that is left while it waits to resume ends at once", async () => {
     yield chunk(0);
     throw broken();
   }
-  for (const leave of [(execution) => execution.cancel(), (_, given) => given.abort()]) {
-    const given = new AbortController();
-    const { begun, execution } = executionOf([breaks], { signal: given.signal });
+  const own = new AbortController();
+  const other = new OtherSignal();
+  const ways = [
+    [own.signal, (execution) => execution.cancel()],
+    [own.signal, () => own.abort()],
+    [other, () => other.abort()],
+  ];
+  for (const [signal, leave] of ways) {
+    const { begun, execution } = executionOf([breaks], { signal });
     const reading = read(execution);
     await new Promise((resolve) => setImmediate(resolve));
-    await leave(execution, given);
+    await leave(execution);
     await assert.rejects(reading, { code: status.CANCELLED });
     assert.equal(begun.length, 1);
   }
+  assert.equal(other.count, 0);
 });

@@ -114,9 +114,9 @@ test("a time limit ends a call where nobody answers", async (t) => {
   await assert.rejects(session.prefill([1], { timeoutMs: 10 }), { code: status.DEADLINE_EXCEEDED });
 });
 
-test("a time limit that is no number of our time is none, and ends no process", async (t) => {
+test("a time limit beyond our time is none, and ends no process", async (t) => {
   const session = sessionOf(t, client);
-  for (const timeoutMs of [Infinity, Number.MAX_SAFE_INTEGER, NaN]) {
+  for (const timeoutMs of [Infinity, Number.MAX_SAFE_INTEGER]) {
     const text = await client.generate([1, 2], { maxTokens: 1, ignoreEos: true, tokensOnly: true, timeoutMs });
     assert.equal(text, "");
     for (const caller of [client, session]) {

@@ -44,8 +44,9 @@ class AsyncCaller(ABC):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
-        """Makes one call. Raises QuireError."""
+        """Makes one call. Raises QuireError, and TypeError if a setting is `unknown`."""
 
     @opens
     async def prefill(
@@ -390,10 +391,10 @@ class AsyncCache(CacheState):
         self.seq_len = renewed.kv_cache.seq_len
         return self.seq_len
 
-    async def release(self, **call: Unpack[CallOptions]) -> bool:
+    async def release(self, *, timeout_s: float | None = None, priority: Priority | None = None) -> bool:
         """Releases the cache. Returns False if it did not exist any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.detach())
-        response = await self._call(_methods.RELEASE_CACHE, request, **call)
+        response = await self._call(_methods.RELEASE_CACHE, request, timeout_s=timeout_s, priority=priority)
         return response.released
 
     async def __aenter__(self) -> Self:
@@ -413,9 +414,8 @@ class AsyncCache(CacheState):
 class AsyncGeneration:
     """What `AsyncCache.generate` returns: chunks, one for each token.
 
-    Iterate over it with `async for`, in an `async with` if you may leave early. Leaving
-    the block ends it on the server, and takes back the tokens that were appended beyond those of the
-    chunks that were read.
+    Iterate over it with `async for`, in an `async with` if you may leave early. Leaving the block ends it on
+    the server, and takes back the tokens that were appended beyond those of the chunks that were read.
     """
 
     def __init__(self, execution: AsyncExecution, cache: AsyncCache, made: runner_pb2.ExecuteItem) -> None:

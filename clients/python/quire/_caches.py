@@ -43,8 +43,9 @@ class Caller(ABC):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
-        """Makes one call. Raises QuireError."""
+        """Makes one call. Raises QuireError, and TypeError if a setting is `unknown`."""
 
     def prefill(
         self,
@@ -387,10 +388,10 @@ class Cache(CacheState):
         self.seq_len = renewed.kv_cache.seq_len
         return self.seq_len
 
-    def release(self, **call: Unpack[CallOptions]) -> bool:
+    def release(self, *, timeout_s: float | None = None, priority: Priority | None = None) -> bool:
         """Releases the cache. Returns False if it did not exist any more."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.detach())
-        response = self._call(_methods.RELEASE_CACHE, request, **call)
+        response = self._call(_methods.RELEASE_CACHE, request, timeout_s=timeout_s, priority=priority)
         return response.released
 
     def __enter__(self) -> Self:
@@ -410,9 +411,8 @@ class Cache(CacheState):
 class Generation:
     """What `Cache.generate` returns: chunks, one for each token.
 
-    Iterate over it with `for`, in a `with` if you may leave early. Leaving
-    the block ends it on the server, and takes back the tokens that were appended beyond those of the
-    chunks that were read.
+    Iterate over it with `for`, in a `with` if you may leave early. Leaving the block ends it on
+    the server, and takes back the tokens that were appended beyond those of the chunks that were read.
     """
 
     def __init__(self, execution: Execution, cache: Cache, made: runner_pb2.ExecuteItem) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypedDict, TypeVar
 
@@ -88,6 +88,11 @@ def output_of(request: executor_pb2.PrefillRequest) -> types_pb2.OutputOptions |
     output = types_pb2.OutputOptions()
     output.CopyFrom(request.output)
     return output
+
+
+def no_such_setting(rpc: str, unknown: Iterable[str]) -> TypeError:
+    """The error for settings that a call does not have: without types they would have no effect."""
+    return TypeError(f"{rpc} has no setting {', '.join(unknown)}")
 
 
 def set_priority(request: Message, own: Priority | None, default: Priority | None) -> None:

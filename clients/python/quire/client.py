@@ -82,6 +82,10 @@ class Client(Caller):
     ) -> None:
         """Connects when first used. Raises ValueError for invalid settings.
 
+        A server that answers no ping is taken for gone: running calls fail with UNAVAILABLE. A single server
+        is pinged every 20 s and has 20 s to answer, so calls do not survive that it is paused for more than
+        about 40 s. Of several gateways each is pinged every 2 s and has 3 s.
+
         Args:
             target: A gRPC target, such as `host:port` or `unix:/path`. Several gateways of one server as a
                 list, or as `host:port,host:port`: a call goes to the one that has its cache, and its next
@@ -521,7 +525,10 @@ class Client(Caller):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
+        if unknown:
+            raise _calls.no_such_setting(method.rpc, unknown)
         _calls.set_priority(request, priority, self._priority)
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         several = len(self._stubs) > 1
@@ -594,6 +601,9 @@ class Session(Caller):
         *,
         timeout_s: float | None = None,
         priority: Priority | None = None,
+        **unknown: object,
     ) -> _Response:
+        if unknown:
+            raise _calls.no_such_setting(method.rpc, unknown)
         _calls.set_priority(request, priority, self._priority)
         return self._stream.call(method, request, timeout_s)

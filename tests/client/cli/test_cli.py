@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import grpc
 import pytest
 from quire.cli import connecting
 from quire.cli.main import main
-from quire.cli.status_view import _COLUMNS, Reading, frame
+from quire.cli.status import _COLUMNS, render
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -139,12 +138,11 @@ def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
 NO_TEMPLATE = "this model has no chat template: without --chat and --system it continues text"
 
 
-def test_the_help_of_status_explains_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_status_explains_each_column(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--help"])
-    explained = capsys.readouterr().out.partition("the lines:")[2]
-    obvious = ("worker", "state", "device", "decodes/s", "prefill ms", "decode ms", "KV in use", "pages")
-    assert not [name for name in _COLUMNS if name not in explained and name not in obvious]
+    explained = capsys.readouterr().out.partition("each worker:")[2]
+    assert not [name for name in _COLUMNS if name not in explained and name not in ("worker", "state")]
 
 
 USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -385,15 +383,16 @@ def test_a_target_without_a_port_means_the_default_port(
 
 def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert quire("status") == 0
-    *lines, header, worker, starting, products = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("serving") and lines[0].endswith("up 1m01s   version 9.9.9")
-    assert "operations 1.8/s" in "\n".join(lines), "110 operations in 61 seconds"
+    summary, *in_use, header, worker, starting, products = capsys.readouterr().out.splitlines()
+    assert summary.startswith("serving  version 9.9.9  up 1m01s")
+    assert in_use[0].startswith("0 connections  0 sessions") and in_use[-1].endswith("0 refused")
     cells = dict(zip(split(header), split(worker), strict=True))
     assert cells == {
-        "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "state": "ready", "seqs": "5",
-        "KV in use": "25% [|||:......]", "pages": "100", "queue": "2", "tokens/s": "16.4", "decodes/s": "1.6",
-        "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "hits": "-", "memory": "300.0 MiB",
-        "disk": "-",
+        "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "runner": "eager",
+        "state": "ready", "seqs": "5", "used": "25", "free": "60", "cached": "15", "pages": "100",
+        "running": "2", "prefills": "10",
+        "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0",
+        "memory": "300.0 MiB", "disk": "-",
     }  # fmt: skip
     assert "starting 42%" in starting
     assert products == "matrix products of worker-0: torch: this CPU has no AVX2"
@@ -404,10 +403,10 @@ def test_status_counts_the_adapters_in_memory_if_there_are_any(
 ) -> None:
     executor.resident = {"worker-0": ["sql", "chat"], "worker-1": [], "worker-2": ["sql"]}
     assert quire("status") == 0
-    assert "adapters   2 in memory of worker-0   1 in memory of worker-2\n" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-1] == "LoRA adapters in memory: 2 (worker-0), 1 (worker-2)"
     executor.resident = {"worker-0": [], "worker-1": []}
     assert quire("status") == 0
-    assert "adapters" not in capsys.readouterr().out
+    assert "LoRA" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
@@ -418,20 +417,21 @@ def test_a_table_fits_the_terminal_and_cuts_nothing(width: int) -> None:
         worker.pool.pages_total, worker.memory_bytes = 16_384, 1 << 30
     console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
-        now = Reading(status, 0.0)
-        console.print(frame(now, now.at_start(), "here:1", wraps=True))
-    header, starting, ready = capture.get().splitlines()[-3:]
-    assert max(map(len, capture.get().splitlines())) <= width
+        console.print(render(status, {}))
+    _, header, starting, ready = capture.get().splitlines()[-4:]
+    assert max(map(len, (header, starting, ready))) <= width
     assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
-    kept = ["worker", "state", "queue", "batch", "tokens/s", "decode ms", "KV in use", "hits"]
+    kept = ["worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch", "pid", "memory"]
     assert all(name in header for name in kept)
-    assert "starting 0%" in starting and "ready" in ready
-    assert ("memory" in header) == (width == 200)
+    assert "starting 0%" in starting and "ready" in ready and "16384" in ready
+    assert ("prefill ms" in header) == (width == 200)
 
 
 def split(row: str) -> list[str]:
-    """The cells of a row, which are at least two blanks apart."""
-    return re.split(r" {2,}", row.strip())
+    """The cells of a row; columns are at least two blanks apart where names have one blank."""
+    for name in ("prefill ms", "decode ms", "300.0 MiB"):
+        row = row.replace(name, name.replace(" ", "\0"))
+    return [cell.replace("\0", " ") for cell in row.split()]
 
 
 def test_an_interrupted_generate_leaves_nothing(target: str, executor: FakeExecutor) -> None:
@@ -473,6 +473,14 @@ def test_what_a_server_sends_does_not_move_the_terminal(
         executor.fail(method, rich_status(grpc.StatusCode.INTERNAL, ATTACK, ATTACK))
         assert quire("generate", "x") == 1
         assert capsys.readouterr().err[:-1].isprintable()
+
+
+def test_a_status_does_not_move_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
+    status = executor_pb2.GetStatusResponse(version=ATTACK)
+    status.workers.add(worker_id=ATTACK).executor.device = ATTACK
+    Console(width=500).print(render(status, {}))
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable() and out.count("[bold]") == 3, "markup is shown, too"
 
 
 def test_the_token_goes_with_every_call(

@@ -21,7 +21,8 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from quire.cli import top
 from quire.cli.main import main
-from quire.cli.status_view import Reading, frame
+from quire.cli.status import render
+from quire.cli.top_view import Reading, frame
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 from rich.console import Console
@@ -47,7 +48,6 @@ def reading(at_s: float, count: int, **worker: Any) -> Reading:
     one = status.workers.add(
         **{"worker_id": "worker-0", "epoch": 1, "pid": 7, "state": 2, "operations_in_flight": 3} | worker
     )
-    one.executor.device = "cpu"
     one.counts.CopyFrom(
         types_pb2.StepCounts(
             prefill_operations=2 * count, prefill_ns=count * 30_000_000,
@@ -118,10 +118,10 @@ def test_rates_are_what_two_readings_differ_by() -> None:
     assert line(lines, "refused") == "refused    30.0/s   180 in all   QUEUE_FULL 180"
     assert line(lines, "serving") == "serving    here:1   up 0m13s   version 1.2.3"
     assert cells(lines) == {
-        "worker": "worker-0", "state": "ready", "pid": "7", "epoch": "1", "device": "cpu", "queue": "3",
-        "batch": "2.5", "tokens/s": "25,000", "decodes/s": "200.0", "prefill ms": "15.0", "decode ms": "2.5",
+        "worker": "worker-0", "state": "ready", "epoch": "1", "queue": "3", "batch": "2.5",
+        "tokens/s": "25,000", "decodes/s": "200.0", "prefill ms": "15.0", "decode ms": "2.5",
         "KV in use": "25% [|||:......]",
-        "pages": "100", "seqs": "0", "hits": "40%", "memory": "0 B", "disk": "-",
+        "pages": "100", "hits": "40%", "memory": "0 B",
     }  # fmt: skip
 
 
@@ -152,11 +152,9 @@ def test_names_of_servers_do_not_move_the_terminal() -> None:
     now = reading(13.0, 30, worker_id=ATTACK, trouble=ATTACK)
     now.status.version = ATTACK
     now.status.refusals[ATTACK] = 1000
-    now.status.model_id = now.status.workers[0].executor.device = ATTACK
-    now.status.workers[0].executor.products = ATTACK
-    one = Reading(now.status, 1.0, adapters={ATTACK: 1})
+    one = Reading(now.status, 1.0, ATTACK, adapters={ATTACK: 1})
     text = "\n".join(shown(one, None, 500, notes=[ATTACK]))
-    assert text.replace("\n", "").isprintable() and text.count("[bold]") == 11, "markup is shown, too"
+    assert text.replace("\n", "").isprintable() and text.count("[bold]") == 8, "markup is shown, too"
 
 
 def test_numbers_of_servers_are_shown_whatever_they_are() -> None:
@@ -166,6 +164,7 @@ def test_numbers_of_servers_are_shown_whatever_they_are() -> None:
     now.status.workers[0].pool.pages_referenced = 2**32 - 1
     text = "\n".join(shown(now, None))
     assert "77" in text and "99" in text and "[||||||||||]" in text
+    Console(file=io.StringIO()).print(render(now.status, {}))
 
 
 def test_once_prints_one_table(
@@ -176,22 +175,23 @@ def test_once_prints_one_table(
     assert main(["top", "--once", "--interval", "0.2", "--target", target]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(executor.calls["GetStatus"]) == 2
-    assert line(lines, "serving").startswith(f"serving    {target}   up 1m01s")
+    assert line(lines, "serving").startswith(f"serving    {target}   model fake   up 1m01s")
     # The fake gives two on each page.
     assert line(lines, "caches").endswith("2+ of yours, with 12+ tokens")
     assert line(lines, "adapters") == "adapters   2 in memory of worker-0"
     assert sum(line.startswith("worker ") for line in lines) == 1
-    assert "starting 42%" in lines[-2]
+    assert "starting 42%" in lines[-1]
 
 
 def test_what_the_token_may_not_see_is_left_out(
     target: str, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(2):
-        executor.fail("ListCaches", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"))
+    for method in ("ListCaches", "GetModelInfo"):
+        for _ in range(2):
+            executor.fail(method, rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"))
     assert main(["top", "--once", "--interval", "0.01", "--target", target]) == 0
     said = capsys.readouterr().out
-    assert "of yours" not in said and "worker-0" in said
+    assert "of yours" not in said and "model" not in said and "worker-0" in said
     executor.fail("GetStatus", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING", "observe"))
     assert main(["top", "--once", "--target", target]) == 1
     assert capsys.readouterr().err == "quire: PERMISSION_DENIED ROLE_MISSING observe\n"

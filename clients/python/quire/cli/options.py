@@ -93,26 +93,25 @@ def _target(text: str) -> str:
     return ",".join(f"{one}:{_DEFAULT_PORT}" if _HOST_ALONE.fullmatch(one) else one for one in addresses)
 
 
-_FIGURES = """\
-the lines:
-  tokens/s    in: of prompts; out: of decodes and verifications; computed: of all steps
-  operations  prefills, decodes, verifications and scorings; those in flight that are not at workers
-              wait for one, for pages, or until they are in the journal
-  mean ms     from the begin of an operation in its worker to its result
-  KV pages    | in use, : kept for reuse as prefixes
-  refused     calls that were answered with an error
-  gateway     longest stall: the longest time since the start in which it could answer nobody;
-              unread: answers that are computed, but not read by their caller
-  caches      those of the token are yours; the others' are counted only
+_STATUS_WORDS = """\
+the server:
+  operations in flight  requests that wait or run
+  connections           those of gRPC, counted once a second
+  of tokens             what the tokens of all caches take (limit: --max-journal-bytes)
+  of answers unread     what is computed, but not read by its caller (limit: --max-unread-bytes)
+  longest stall         the longest time since the start in which the server could answer nobody
+  refused               calls since the start that were answered with an error; --json has the reasons
 
 each worker:
-  pid, epoch  its process, or address on another host; the epoch grows with each start
-  queue       operations that wait for this worker or run there
-  batch       how many of them share a step on average
-  seqs        sequences whose KV it holds
-  hits        the share of prompt tokens whose KV was found, since its start
-  memory      resident memory; of its process, without that of a GPU
-  disk        files of KV in its kv_disk; -: it stores none
+  pid, epoch            its process, or address on another host; the epoch grows with each start
+  device, runner        what it computes on; how steps are launched: eager, or as graphs on a GPU
+  seqs                  sequences whose KV it holds
+  used, cached, free    KV pages in use, kept for reuse as prefixes, and empty; together: pages
+  running               requests that wait for it or run
+  prefills, decodes     requests since its start; `prefill ms` and `decode ms`: what one takes on average
+  batch                 how many requests share a step on average
+  memory                resident memory; of its process, without that of a GPU
+  disk                  files of KV in its kv_disk; -: it stores none
 """
 
 
@@ -120,9 +119,8 @@ def add_status(commands: Commands) -> None:
     """Adds `quire status`."""
     parser = commands.add_parser(
         "status",
-        help="show what a server has done since its start",
-        description="Shows a server and its workers. Rates and times are means since the start.",
-        epilog=_FIGURES,
+        help="show a server's workers",
+        epilog=_STATUS_WORDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run="quire.cli.status:show_status")
@@ -133,14 +131,28 @@ def add_status(commands: Commands) -> None:
     switch("--json", action="store_true", help=json)
 
 
+_TOP_WORDS = """\
+figures of the time between two readings, except what is in use, hits, and "in all":
+  tokens/s    in: of prompts; out: of decodes and verifications; computed: of all steps
+  operations  prefills, decodes, verifications and scorings; those in flight that are not at workers
+              wait for one, for pages, or until they are in the journal
+  mean ms     from the begin of an operation in its worker to its result
+  KV pages    | in use, : kept for reuse as prefixes
+  caches      those of the token are yours; the others' are counted only
+  queue       operations that wait for this worker or run there
+  batch       how many of them share a step on average
+  hits        the share of prompt tokens whose KV was found, since its start
+
+q or Ctrl-C ends it. "-" is what is not known, as after a restart, or what did not occur.
+"""
+
+
 def add_top(commands: Commands) -> None:
     """Adds `quire top`."""
     parser = commands.add_parser(
         "top",
         help="follow a server's load in the terminal",
-        description="Shows what `quire status` shows, again and again, until q or Ctrl-C. Rates and times are"
-        ' those between two readings. "-" is not known, as after a restart, or did not occur.',
-        epilog=_FIGURES,
+        epilog=_TOP_WORDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run="quire.cli.top:show_top")

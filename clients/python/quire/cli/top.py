@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import queue
 import select
@@ -20,7 +21,8 @@ from typing import Any
 import grpc
 from quire import Client, QuireError
 from quire.cli.connecting import connected, connection, converting_failures, line_of, new_client
-from quire.cli.status_view import Reading, duration, frame, resident_adapters, seconds
+from quire.cli.status import UNLIMITED_WIDTH, duration, resident_adapters, seconds
+from quire.cli.top_view import Reading, frame
 from quire.v1 import executor_pb2
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -31,20 +33,21 @@ _TICK_S = 0.2
 # How long it is said that the server answers again.
 _NEWS_S = 10.0
 _PAGE_SIZE = 200
-# The width for output that is not a terminal, so that every column is shown.
-_UNLIMITED_WIDTH = 10_000
 
 
 def show_top(options: argparse.Namespace) -> int:
     """Shows the server until q, Ctrl-C or SIGTERM. Returns the exit status. Raises CommandFailed."""
-    console = screen()
+    console = Console()
+    if not console.is_terminal:
+        console.width = UNLIMITED_WIDTH
     if options.once:
         with connected(options) as client:
             before = read(client)
             time.sleep(options.interval)
             console.print(frame(read(client), before, options.target))
         return 0
-    poller = _Poller(new_client(Client, connection(options), timeout_s=_TIMEOUT_S), options.interval)
+    connect = functools.partial(new_client, Client, connection(options), timeout_s=_TIMEOUT_S)
+    poller = _Poller(connect, options.interval)
     poller.start()
     try:
         first = poller.replies.get()
@@ -62,14 +65,6 @@ def show_top(options: argparse.Namespace) -> int:
     finally:
         poller.stop()
     return 0
-
-
-def screen(*, is_wide: bool = False) -> Console:
-    """Standard output. If that is not a terminal, or `is_wide`, nothing has to fit."""
-    console = Console()
-    if is_wide or not console.is_terminal:
-        console.width = _UNLIMITED_WIDTH
-    return console
 
 
 def _follow_on_screen(view: _View, poller: _Poller, console: Console) -> None:
@@ -145,11 +140,11 @@ class _View:
 class _Poller(threading.Thread):
     """Asks again and again. Readings and failures go to `replies`."""
 
-    def __init__(self, client: Client, interval_s: float) -> None:
-        """`client`: is closed in the end."""
+    def __init__(self, connect: Callable[[], Client], interval_s: float) -> None:
+        """Raises WrongUsage, and OSError for an unreadable file."""
         super().__init__(name="top", daemon=True)
         self.replies: queue.SimpleQueue[Reading | QuireError] = queue.SimpleQueue()
-        self._interval_s, self._client = interval_s, client
+        self._connect, self._interval_s, self._client = connect, interval_s, connect()
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -158,6 +153,9 @@ class _Poller(threading.Thread):
                 self.replies.put(read(self._client))
             except QuireError as error:
                 self.replies.put(error)
+                # On the same connection gRPC would wait longer and longer before it tries again.
+                self._client.close()
+                self._client = self._connect()
             except ValueError:
                 # `stop` has closed the connection.
                 if not self._stopped.is_set():
@@ -169,18 +167,23 @@ class _Poller(threading.Thread):
         self._stopped.set()
         self._client.close()
         self.join()
+        self._client.close()
 
 
 def read(client: Client) -> Reading:
     """Asks a server. Raises QuireError if it does not say its status."""
     status, taken_s = client.status(), time.monotonic()
+    # Without a worker it could wait for one.
+    is_ready = any(worker.state == executor_pb2.WORKER_STATE_READY for worker in status.workers)
     has_lora = any(worker.executor.supports_lora for worker in status.workers)
+    model = _allowed(client.model_info) if is_ready else None
     lora = _allowed(client.lora_metrics) if has_lora else None
     page = executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE)
     caches = _allowed(client.stub.ListCaches, page, timeout=_TIMEOUT_S, metadata=client.metadata)
     return Reading(
         status,
         taken_s,
+        model_id="" if model is None else model.model.model_id,
         caches=None if caches is None else caches.kv_caches,
         has_more_caches=caches is not None and bool(caches.next_page_token),
         adapters={} if lora is None else resident_adapters(lora),

@@ -7,17 +7,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
-from quire.cli.load.generator import Pace, Plan
 from quire.cli.load.processes import ClientProcesses
-from quire.cli.load.workload import Lengths, Workload
 from quire.cli.main import main
 from quire.cli.terminal import CommandFailed
 
@@ -90,7 +86,7 @@ def test_a_sweep_is_a_run_for_each_rate_and_a_page(
 ) -> None:
     page = tmp_path / "page.html"
     lengths = ("--prompt-tokens", "64", "--output-tokens", "3")
-    document = load("--rate", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
+    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
     assert [run["pace"]["rate"] for run in document["runs"]] == [20, 40]
     for run in document["runs"]:
         assert run["goodput"]["share"] == 1
@@ -183,15 +179,11 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert says in complaint and complaint.count("\n") == 1
 
 
-async def test_a_client_process_that_is_killed_ends_the_run(gateway: GatewayProcess) -> None:
-    workload = Workload(0, Lengths(4, 4), Lengths(1000, 1000))
-    plan = Plan(workload, Pace(callers=2), 0.0, 600.0, 0.0, vocab_size=100, processes=2)
+async def test_a_client_process_that_fails_ends_the_run(gateway: GatewayProcess) -> None:
+    """It ends at once, although it still listens for orders."""
+    plan = SimpleNamespace(processes=1)
     connected = {"target": gateway.address, "tls": False}
     spec: Any = SimpleNamespace(plan=plan, connection=connected, mode="unary", timeout_s=30.0)
     async with ClientProcesses(spec, 1) as clients:
-        running = asyncio.create_task(clients.run(plan, time.monotonic()))
-        children = psutil.Process().children()
-        next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
-        with pytest.raises(CommandFailed, match="a client process has ended"):
-            await asyncio.wait_for(running, 60)
-    gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
+        with pytest.raises(CommandFailed, match="client process 0 has ended"):
+            await asyncio.wait_for(clients.run(spec.plan, 0.0, asyncio.Event(), lambda _: None), 20)

@@ -23,7 +23,7 @@ from quire.cli.connecting import connected, converting_failures, when_ready
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
 from quire.cli.load.processes import ClientProcesses
-from quire.cli.load.progress import showing_progress
+from quire.cli.load.progress import ProgressLine
 from quire.cli.load.report import page
 from quire.cli.load.run_spec import RunSpec
 from quire.cli.load.server_watch import ServerWatch
@@ -70,14 +70,14 @@ class _Interrupts:
     """Handles Ctrl-C: the first one during a run stops it and reports, any other one ends the command."""
 
     def __init__(self) -> None:
+        self.stopped = asyncio.Event()
         self._main = asyncio.current_task()
-        # What runs.
-        self.clients: ClientProcesses | None = None
+        self.is_running = False
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
 
     def _interrupt(self) -> None:
-        if self.clients is not None and self.clients.stopped_s is None:
-            self.clients.stop()
+        if self.is_running and not self.stopped.is_set():
+            self.stopped.set()
         elif self._main is not None:
             self._main.cancel()
 
@@ -92,12 +92,12 @@ async def _main(
     plan = dataclasses.replace(spec.plan, workload=workload, vocab_size=info.model.vocab_size)
     runs: list[dict[str, Any]] = []
     async with ClientProcesses(spec, capabilities.limits.max_calls_per_message) as clients:
-        interrupts.clients = clients
+        interrupts.is_running = True
         for pace in spec.paces:
-            if clients.stopped_s is None:
+            if not interrupts.stopped.is_set():
                 plan = dataclasses.replace(plan, pace=pace, run_id=secrets.token_hex(8))
-                runs.append(await _run(spec, plan, clients))
-        interrupts.clients = None
+                runs.append(await _run(spec, plan, clients, interrupts.stopped))
+        interrupts.is_running = False
     document = {"format": _FORMAT, "about": _about(spec, plan, info, capabilities), "runs": _rounded(runs)}
     if spec.out is not None:
         spec.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -105,26 +105,28 @@ async def _main(
         spec.report.write_text(page(document), encoding="utf-8")
     # Last: whoever reads it may have left.
     print_summary(document)
-    return 0 if clients.stopped_s is None and all(run["requests"]["done"] for run in runs) else 1
+    is_whole = not interrupts.stopped.is_set()
+    return 0 if is_whole and all(run["requests"]["done"] for run in runs) else 1
 
 
-async def _run(spec: RunSpec, plan: Plan, clients: ClientProcesses) -> dict[str, Any]:
+async def _run(spec: RunSpec, plan: Plan, clients: ClientProcesses, stopped: asyncio.Event) -> dict[str, Any]:
     """Runs a plan. Returns its figures and remarks."""
     pace = dataclasses.asdict(plan.pace)
     interval_s = min(1.0, max(0.1, plan.duration_s / 40))
     watch = ServerWatch(spec.connection, interval_s, time.monotonic() + _START_DELAY_S)
-    async with watch, showing_progress(plan, pace_words(pace), watch):
-        records, loads = await clients.run(plan, watch.start_s)
-    interrupted = clients.stopped_s is not None
+    with ProgressLine(plan, pace_words(pace), watch) as line:
+        async with watch:
+            outcome = await clients.run(plan, watch.start_s, stopped, line.update)
     # A run that was stopped early has a shorter window.
-    end_s = plan.end_s if clients.stopped_s is None else min(plan.end_s, clients.stopped_s - watch.start_s)
+    end_s = plan.end_s if outcome.stopped_s is None else min(plan.end_s, outcome.stopped_s - watch.start_s)
     measured = Measured(
         begin_s=min(plan.warm_up_s, end_s),
         end_s=end_s,
-        records=records,
-        loads=loads,
+        records=outcome.records,
+        loads=outcome.loads,
         readings=watch.readings,
     )
+    interrupted = outcome.stopped_s is not None
     found: dict[str, Any] = {"pace": pace, "interrupted": interrupted} | figures(measured, spec.bounds)
     said = remarks(
         found,

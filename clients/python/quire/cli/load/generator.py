@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from quire.cli.load.drivers import Driver
@@ -21,6 +21,8 @@ from quire.cli.load.workload import Workload
 
 Kind: TypeAlias = Literal["poisson", "constant"]
 
+# The maximum number of latencies in one progress report.
+_MAX_LIVE = 1000
 _PAUSE_AFTER_FAILURE_S = 0.1
 
 
@@ -73,16 +75,34 @@ class Plan:
         return self.warm_up_s + self.duration_s
 
 
+@dataclass(slots=True)
+class Progress:
+    """Events since the last `take_progress`."""
+
+    begun: int = 0
+    ended: int = 0
+    failed: int = 0
+    tokens: int = 0
+    ttfts_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+
 class Generator:
     """Runs process number `process` of a plan. `clock` is 0 at the start of the run."""
 
     def __init__(self, plan: Plan, process: int, driver: Driver, clock: Clock) -> None:
         self.records: list[Record] = []
+        self._progress = Progress()
         self._plan = plan
         self._process = process
         self._driver = driver
         self._clock = clock
         self._stopped = asyncio.Event()
+
+    def take_progress(self) -> Progress:
+        """Returns the events since the last call."""
+        taken, self._progress = self._progress, Progress()
+        return taken
 
     def stop(self) -> None:
         """Stops the run: starts no more requests, and cuts off the running ones."""
@@ -128,7 +148,7 @@ class Generator:
                 while (left_s := at_s - self._clock()) > 0:  # noqa: ASYNC110 - there is no event for a time
                     await asyncio.sleep(left_s)
                 self._begin(probes)
-                tasks.create_task(self._driver.run(probes))
+                tasks.create_task(self._run(probes))
 
     async def _closed_loop(self) -> None:
         plan = self._plan
@@ -148,7 +168,7 @@ class Generator:
             for probe in probes:
                 probe.record.intended_s = now_s
             self._begin(probes)
-            await self._driver.run(probes)
+            await self._run(probes)
             # Pause after failures, so that refusals or connection errors do not cause a busy loop.
             if all(probe.record.error for probe in probes):
                 await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
@@ -160,8 +180,25 @@ class Generator:
         for index in range(group * size, group * size + size):
             request = workload.request(index)
             prompt = workload.prompt(request, plan.vocab_size, plan.run_id)
-            probes.append(Probe(request, prompt, at_s, self._clock))
+            probes.append(Probe(request, prompt, at_s, self._clock, self._on_tokens))
         return probes
 
     def _begin(self, probes: Sequence[Probe]) -> None:
         self.records += [probe.record for probe in probes]
+        self._progress.begun += len(probes)
+
+    async def _run(self, probes: Sequence[Probe]) -> None:
+        try:
+            await self._driver.run(probes)
+        finally:
+            self._progress.ended += len(probes)
+            self._progress.failed += sum(bool(probe.record.error) for probe in probes)
+
+    def _on_tokens(self, record: Record) -> None:
+        """Updates the progress report when tokens arrive."""
+        progress, times_s = self._progress, record.times_s
+        progress.tokens += record.counts[-1]
+        if len(times_s) == 1 and len(progress.ttfts_s) < _MAX_LIVE:
+            progress.ttfts_s.append(times_s[0] - record.intended_s)
+        elif len(times_s) > 1 and len(progress.gaps_s) < _MAX_LIVE:
+            progress.gaps_s.append(times_s[-1] - times_s[-2])

@@ -44,13 +44,21 @@ class Record:
 class Probe:
     """Records one request while it runs."""
 
-    __slots__ = ("_clock", "prompt", "record", "request")
+    __slots__ = ("_clock", "_on_tokens", "prompt", "record", "request")
 
-    def __init__(self, request: Request, prompt: list[int], intended_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        request: Request,
+        prompt: list[int],
+        intended_s: float,
+        clock: Clock,
+        on_tokens: Callable[[Record], None] = lambda _: None,
+    ) -> None:
         self.request = request
         self.prompt = prompt
         self.record = Record(request.index, request.prompt_tokens, intended_s)
         self._clock = clock
+        self._on_tokens = on_tokens
 
     def sent(self) -> None:
         """The first call is about to be made."""
@@ -58,8 +66,10 @@ class Probe:
 
     def received(self, count: int) -> None:
         """A message with `count` tokens has arrived."""
-        self.record.times_s.append(self._clock())
-        self.record.counts.append(count)
+        record = self.record
+        record.times_s.append(self._clock())
+        record.counts.append(count)
+        self._on_tokens(record)
 
     def done(self) -> None:
         """All tokens have arrived."""

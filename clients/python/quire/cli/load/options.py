@@ -42,9 +42,10 @@ def add_load(commands: Commands) -> None:
 
 
 def _add_pace(parser: argparse.ArgumentParser) -> None:
-    flag = flags(parser, "arrivals (one of the first two; R,R,... and N,N,...: one run for each number)")
+    flag = flags(parser, "arrivals (one of the first three; default --callers 4)")
     flag("--rate", _numbers, "R", "open loop: R requests a second, independent of earlier ones")
-    flag("--callers", _counts, "N", "closed loop: N callers (default 4)")
+    flag("--sweep", _numbers, "R,R,...", "several open-loop runs, one for each rate")
+    flag("--callers", _counts, "N", "closed loop: N callers; N,N,...: one run for each number")
     arrivals = "intervals of an open loop: as of independent callers, or constant (default poisson)"
     flag("--arrivals", None, None, arrivals, "poisson", choices=("poisson", "constant"))
 

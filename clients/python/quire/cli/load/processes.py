@@ -1,4 +1,4 @@
-"""The client processes of a load test: starts them by exec, has them run plans, and ends them.
+"""The client processes: starts them by exec, sends them runs, collects progress and results, and ends them.
 
 A process is limited by its event loop, so several are needed to use all cores. Each has its own channel.
 """
@@ -6,170 +6,238 @@ A process is limited by its event loop, so several are needed to use all cores. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.synchronize import Barrier, Event
-from threading import BrokenBarrierError
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Self
 
 import grpc
-import uvloop
 from quire import AsyncClient
 from quire.cli.connecting import new_client
-from quire.cli.load.drivers import Driver, new_driver
-from quire.cli.load.generator import Generator, Plan
-from quire.cli.load.measuring import Clock, ProcessLoad, Record, SelfWatch
+from quire.cli.load.drivers import new_driver
+from quire.cli.load.generator import Generator, Plan, Progress
+from quire.cli.load.measuring import ProcessLoad, Record, SelfWatch
 from quire.cli.load.run_spec import RunSpec
 from quire.cli.terminal import CommandFailed
 from quire.v1 import executor_pb2
 
+_PROGRESS_S = 0.25
 _CONNECT_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 10.0
 _MAX_REQUEST_BYTES = 64 << 20
-# How often a process looks whether it is to stop.
-_POLL_S = 0.1
-_Result = TypeVar("_Result")
+# Sent by a process that is connected, and sent to a process to stop its run.
+_READY, _STOP = "ready", "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Sent to a process: its share of a plan, which starts at `start_s` of time.monotonic()."""
+
+    plan: Plan
+    process: int
+    start_s: float
+
+    def clock(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The results of a run. `stopped_s` is the time.monotonic() at which it was stopped."""
+
+    records: list[Record]
+    loads: list[ProcessLoad]
+    stopped_s: float | None = None
 
 
 class ClientProcesses:
-    """The client processes. Entering its `async with` waits until all are connected."""
+    """The client processes of a run. Entering its `async with` waits until all are connected."""
 
     def __init__(self, spec: RunSpec, max_calls: int) -> None:
-        """The calling process must ignore SIGINT, which they inherit."""
+        """Starts the processes. The calling process must ignore SIGINT, which they inherit."""
         context = multiprocessing.get_context("spawn")
-        self._numbers = range(spec.plan.processes)
-        # The time.monotonic() at which they were stopped.
-        self.stopped_s: float | None = None
-        self._stop = context.Event()
-        # Each of them has one part of a run, since none begins before all are there.
-        self._together = context.Barrier(spec.plan.processes)
-        shared = (spec, max_calls, self._stop, self._together)
-        self._pool = ProcessPoolExecutor(len(self._numbers), context, initializer=_begin, initargs=shared)
+        self._loop = asyncio.get_running_loop()
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self._connections: list[Connection[Any, Any]] = []
+        self._processes = []
+        for number in range(spec.plan.processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_process_main, args=(theirs, spec, max_calls), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+            self._loop.add_reader(ours.fileno(), self._read, number, ours)
 
     async def __aenter__(self) -> Self:
         """Raises CommandFailed."""
         try:
-            await self._in_each(_connect)
+            for _ in self._processes:
+                await self._next_message()
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Ends the processes."""
-        self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
+        """Closes the pipes, upon which the processes exit; kills those that do not."""
+        for connection in self._connections:
+            self._loop.remove_reader(connection.fileno())
+            connection.close()
+        for process in self._processes:
+            process.join(_END_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
-    def stop(self) -> None:
-        """Stops what they run."""
-        self._stop.set()
-        self.stopped_s = time.monotonic()
+    async def run(
+        self, plan: Plan, start_s: float, stopped: asyncio.Event, on_progress: Callable[[Progress], None]
+    ) -> Outcome:
+        """Runs a plan from `start_s` of time.monotonic(), until its end or until `stopped` is set.
 
-    async def run(self, plan: Plan, start_s: float) -> tuple[list[Record], list[ProcessLoad]]:
-        """Runs a plan from `start_s` of time.monotonic(), until its end or until it is stopped.
-
-        Raises CommandFailed.
+        Calls `on_progress` with progress reports. Raises CommandFailed.
         """
-        parts = await self._in_each(_run, plan, start_s)
-        return [record for records, _ in parts for record in records], [load for _, load in parts]
-
-    async def _in_each(self, work: Callable[..., _Result], *arguments: object) -> list[_Result]:
-        """What all processes return. Raises CommandFailed."""
-        loop = asyncio.get_running_loop()
-        parts = [loop.run_in_executor(self._pool, work, number, *arguments) for number in self._numbers]
+        for process, connection in enumerate(self._connections):
+            connection.send(_Run(plan, process, start_s))
+        stopper = asyncio.create_task(self._stop_when(stopped))
+        outcomes: list[Outcome] = []
         try:
-            return await asyncio.gather(*parts)
-        except BrokenProcessPool:
-            raise CommandFailed("a client process has ended") from None
-
-
-class _Process:
-    """What a client process has as long as it lives."""
-
-    def __init__(self, spec: RunSpec, max_calls: int, stop: Event, together: Barrier) -> None:
-        self.spec, self.max_calls, self.stop, self._together = spec, max_calls, stop, together
-        self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        self.driver: Driver | None = None
-
-    def wait_for_others(self) -> None:
-        """Raises CommandFailed if one of them did not come."""
-        try:
-            self._together.wait(_CONNECT_TIMEOUT_S)
-        except BrokenBarrierError:
-            raise CommandFailed("a client process has not started") from None
-
-    async def connect(self) -> None:
-        """Raises CommandFailed."""
-        limits = {"timeout_s": self.spec.timeout_s, "max_request_bytes": _MAX_REQUEST_BYTES}
-        client = new_client(AsyncClient, self.spec.connection, **limits)
-        request, metadata = executor_pb2.GetCapabilitiesRequest(), client.metadata
-        try:
-            await client.stub.GetCapabilities(
-                request, timeout=_CONNECT_TIMEOUT_S, metadata=metadata, wait_for_ready=True
-            )
-        except grpc.RpcError:
-            self._together.abort()
-            target = self.spec.connection["target"]
-            raise CommandFailed(f"no connection to {target} in {_CONNECT_TIMEOUT_S:.0f} s") from None
-        self.driver = new_driver(self.spec.mode, client, max(1, self.max_calls))
-
-    async def run(self, generator: Generator, plan: Plan, clock: Clock) -> ProcessLoad:
-        """Runs until the end of the plan, or until it is to stop. Returns the load of this process."""
-
-        async def stop_generator() -> None:
-            while not self.stop.is_set():  # noqa: ASYNC110 - it is set by another process
-                await asyncio.sleep(_POLL_S)
-            generator.stop()
-
-        async def wait_until(at_s: float) -> None:
-            await asyncio.wait({work}, timeout=at_s - clock())
-
-        stopping, work = asyncio.create_task(stop_generator()), asyncio.create_task(generator.run())
-        try:
-            await wait_until(plan.warm_up_s)
-            watch = SelfWatch()
-            # Do not measure the load while it only waits for unfinished requests.
-            await wait_until(plan.end_s)
-            load = watch.end()
-            await work
-            return load
+            while len(outcomes) < len(self._processes):
+                message = await self._next_message()
+                if isinstance(message, Outcome):
+                    outcomes.append(message)
+                else:
+                    on_progress(message)
         finally:
-            stopping.cancel()
+            stopper.cancel()
+        return Outcome(
+            records=[record for outcome in outcomes for record in outcome.records],
+            loads=[load for outcome in outcomes for load in outcome.loads],
+            stopped_s=stopper.result() if stopper.done() else None,
+        )
+
+    async def _stop_when(self, stopped: asyncio.Event) -> float:
+        await stopped.wait()
+        stopped_s = time.monotonic()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(_STOP)
+        return stopped_s
+
+    async def _next_message(self) -> Any:
+        """The next message of any process. Raises CommandFailed."""
+        message = await self._messages.get()
+        if isinstance(message, CommandFailed):
+            raise message
+        return message
+
+    def _read(self, process: int, connection: Connection[Any, Any]) -> None:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            self._loop.remove_reader(connection.fileno())
+            message = CommandFailed(f"client process {process} has ended")
+        self._messages.put_nowait(message)
 
 
-# In a client process: itself.
-_own: list[_Process] = []
+def _process_main(connection: Connection[Any, Any], spec: RunSpec, max_calls: int) -> None:
+    """The main function of a client process."""
+    import uvloop  # noqa: PLC0415 - only for the child processes; the main one handles signals
 
-
-def _begin(*shared: Any) -> None:
-    """Begins a client process."""
     # A terminal sends Ctrl-C to all processes. The main process handles it and stops the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _own.append(_Process(*shared))
+    with (
+        # The main process has exited.
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(_serve(connection, spec, max_calls))
 
 
-def _connect(_number: int) -> None:
-    (process,) = _own
-    process.runner.run(process.connect())
-    # Loaded modules are permanent. Exclude them from garbage collections, which would delay requests.
-    gc.collect()
-    gc.freeze()
-    process.wait_for_others()
+async def _serve(connection: Connection[Any, Any], spec: RunSpec, max_calls: int) -> None:
+    """Runs the plans that it receives until the connection closes."""
+    limits = {"timeout_s": spec.timeout_s, "max_request_bytes": _MAX_REQUEST_BYTES}
+    async with new_client(AsyncClient, spec.connection, **limits) as client:
+        try:
+            await client.stub.GetCapabilities(
+                executor_pb2.GetCapabilitiesRequest(),
+                timeout=_CONNECT_TIMEOUT_S,
+                metadata=client.metadata,
+                wait_for_ready=True,
+            )
+        except grpc.RpcError:
+            target = spec.connection["target"]
+            connection.send(CommandFailed(f"no connection to {target} in {_CONNECT_TIMEOUT_S:.0f} s"))
+            return
+        driver = new_driver(spec.mode, client, max(1, max_calls))
+        # Loaded modules are permanent. Exclude them from garbage collections, which would delay requests.
+        gc.collect()
+        gc.freeze()
+        connection.send(_READY)
+        order = _next_order(connection)
+        while (message := await order) is not None:
+            order = _next_order(connection)
+            # Ignore a stop for a run that has already ended.
+            if isinstance(message, _Run):
+                generator = Generator(message.plan, message.process, driver, message.clock)
+                await _run(generator, connection, order, message)
 
 
-def _run(number: int, plan: Plan, start_s: float) -> tuple[list[Record], ProcessLoad]:
-    """Runs the part of a plan that has this number."""
-    (process,) = _own
-    process.wait_for_others()
+def _next_order(connection: Connection[Any, Any]) -> asyncio.Future[Any]:
+    """The next message of the main process; None when it has closed the connection."""
+    loop = asyncio.get_running_loop()
+    order: asyncio.Future[Any] = loop.create_future()
 
-    def clock() -> float:
-        return time.monotonic() - start_s
+    def receive() -> None:
+        message: Any = None
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                message = connection.recv()
+        finally:
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                loop.call_soon_threadsafe(order.set_result, message)
 
-    assert process.driver is not None, "it is connected"
-    generator = Generator(plan, number, process.driver, clock)
-    load = process.runner.run(process.run(generator, plan, clock))
-    return generator.records, load
+    # In a thread: an event loop would make the connection non-blocking, and large messages would fail. Not in
+    # the loop's executor: a process that fails would wait for the next message before it ends.
+    threading.Thread(target=receive, name="quire-load-orders", daemon=True).start()
+    return order
+
+
+async def _run(
+    generator: Generator, connection: Connection[Any, Any], order: asyncio.Future[Any], run: _Run
+) -> None:
+    """Performs a run, until its end or the next order, and sends its results."""
+
+    async def report() -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            connection.send(generator.take_progress())
+
+    async def wait_until(at_s: float | None) -> None:
+        """Waits until `at_s` after the start, or until the run ends or is stopped."""
+        timeout_s = None if at_s is None else at_s - run.clock()
+        await asyncio.wait({work, order}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+    work = asyncio.create_task(generator.run())
+    reporting = asyncio.create_task(report())
+    try:
+        await wait_until(run.plan.warm_up_s)
+        watch = SelfWatch()
+        # Do not measure the load while it only waits for unfinished requests.
+        await wait_until(run.plan.end_s)
+        load = watch.end()
+        await wait_until(None)
+        if order.done():
+            generator.stop()
+        await work
+        connection.send(Outcome(generator.records, [load]))
+    finally:
+        reporting.cancel()
+        work.cancel()

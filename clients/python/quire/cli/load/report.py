@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from quire.cli.load.plots import Line, against, over_time
-from quire.cli.load.summary import LATENCIES, PERCENTILES, facts, number, pace_words
+from quire.cli.load.summary import LATENCIES, PERCENTILES, facts, number, pace_words, percent
 from quire.cli.terminal import escaped
 
 Figures = dict[str, Any]
@@ -35,7 +35,14 @@ h3 small { color: var(--soft); font-weight: 400; font-size: 12.5px; margin-left:
 .server { background: var(--warn-back); color: var(--warn); }
 .fine { background: var(--good-back); color: var(--good); }
 .note { color: var(--soft); padding: 2px 14px; font-weight: 400; }
-.card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px;
+  margin: 16px 0; }
+.tile, .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
+.tile { padding: 12px 16px; }
+.tile b { display: block; font-size: 25px; font-weight: 650; line-height: 1.25;
+  font-variant-numeric: tabular-nums; }
+.tile b small { font-size: 14px; font-weight: 500; color: var(--soft); }
+.tile span { color: var(--soft); font-size: 13px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; }
 .card { padding: 14px 16px; margin: 0; min-width: 0; }
 .plots + .plots, .plots + .cards, .cards + .plots { margin-top: 14px; }
@@ -62,7 +69,7 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; }
 tr:last-child td { border-bottom: 0; }
 .facts td { white-space: normal; } .facts td:first-child { color: var(--soft); white-space: nowrap; }
 footer { color: var(--soft); font-size: 13px; margin-top: 28px; }
-@media print { body { background: none; } .card { break-inside: avoid; } }
+@media print { body { background: none; } .card, .tile { break-inside: avoid; } }
 """
 
 
@@ -125,7 +132,23 @@ def _run(run: Figures, about: Figures, *, has_title: bool) -> str:
         )
         bound = f"(99 of 100; bound {number(about['max_lateness_ms'])} ms)"
         remarks = f"<div class='remark fine'>The client was not the limit: {text} {bound}.</div>" + remarks
-    return head + remarks + _plots(run) + _tables(run)
+    return head + remarks + _tiles(run) + _plots(run) + _tables(run)
+
+
+def _tiles(run: Figures) -> str:
+    tiles = [
+        (f"{number(run[name].get(p))} <small>ms</small>", f"{label}, {p}")
+        for name, label in (("ttft_ms", "to the first token"), ("tbt_ms", "between tokens"))
+        for p in ("p50", "p99")
+    ]
+    tiles += [
+        (number(run["throughput"]["output_tokens_per_s"]), "output tokens/s"),
+        (number(run["throughput"]["requests_per_s"]), "requests/s"),
+    ]
+    if (goodput := run["goodput"]) is not None:
+        tiles.append((percent(goodput["share"]), "of requests were good"))
+    shown = "".join(f"<div class='tile'><b>{value}</b><span>{label}</span></div>" for value, label in tiles)
+    return f"<div class='tiles'>{shown}</div>"
 
 
 def _figure(title: str, unit: str, plot: str, lines: Sequence[Line] = ()) -> str:

@@ -116,10 +116,11 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _paces(options: argparse.Namespace) -> list[Pace]:
-    if options.rate and options.callers:
-        raise WrongUsage("--rate and --callers exclude each other")
-    if options.rate:
-        return [Pace(rate=rate, arrivals=options.arrivals) for rate in options.rate]
+    given = [name for name in ("rate", "sweep", "callers") if getattr(options, name)]
+    if len(given) > 1:
+        raise WrongUsage(f"--{given[0]} and --{given[1]} exclude each other")
+    if rates := options.rate or options.sweep:
+        return [Pace(rate=rate, arrivals=options.arrivals) for rate in rates]
     if options.trace and not options.callers:
         return [Pace()]
     return [Pace(callers=callers) for callers in options.callers or [4]]

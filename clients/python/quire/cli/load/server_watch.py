@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from quire import AsyncClient, QuireError
 from quire.cli.connecting import CONTROL_TIMEOUT_S, new_client
-from quire.cli.status_view import growth
+from quire.cli.status import growth
 from quire.v1 import executor_pb2
 
 # The status will not become available later.

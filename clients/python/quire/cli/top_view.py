@@ -1,4 +1,4 @@
-"""What `quire status` and `quire top` show: what a server did between two readings. Pure."""
+"""What `quire top` shows: two readings of a server as lines and a table of its workers. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from quire._enums import name_of
-from quire.cli.fitting_table import FittingTable
+from quire.cli.status import FittingTable, duration, enum_word, growth, seconds, state_of
 from quire.cli.terminal import escaped, size
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Group, RenderableType
@@ -21,17 +18,10 @@ _CHOSEN = ("decode_operations", "verify_operations", "accepted_draft_tokens")
 _BAR_CHARS = 10
 _MOST_REASONS = 3
 _COLUMNS = (
-    "worker", "state", "pid", "epoch", "device", "queue", "batch", "tokens/s", "decodes/s", "prefill ms",
-    "decode ms", "KV in use", "pages", "seqs", "hits", "memory", "disk",
+    "worker", "state", "epoch", "queue", "batch", "tokens/s", "decodes/s", "prefill ms", "decode ms",
+    "KV in use", "pages", "hits", "memory",
 )  # fmt: skip
-_TEXT_COLUMNS = frozenset({"worker", "state", "device"})
 _FIRST_COLUMNS = ("worker", "state", "queue", "batch", "tokens/s", "decode ms", "KV in use", "hits")
-# The counters of a WorkerStatus, by the field that has them.
-_COUNTERS = {
-    "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
-    "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
-    "kv_disk": ["wanted_pages", "read_pages", "written_pages"],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,79 +30,35 @@ class Reading:
 
     status: executor_pb2.GetStatusResponse
     taken_s: float  # time.monotonic()
+    model_id: str = ""
     # The caller's oldest caches, and whether there are more.
     caches: Sequence[types_pb2.KvCacheHandle] | None = None
     has_more_caches: bool = False
     # See `resident_adapters`.
     adapters: Mapping[str, int] = field(default_factory=dict)
 
-    def at_start(self) -> Reading:
-        """What the server would have said when it started, with the workers that it has now."""
-        workers = [
-            executor_pb2.WorkerStatus(worker_id=worker.worker_id, epoch=worker.epoch, pid=worker.pid)
-            for worker in self.status.workers
-        ]
-        began_s = self.taken_s - seconds(self.status.uptime)
-        return Reading(executor_pb2.GetStatusResponse(workers=workers), began_s)
 
-
-def resident_adapters(metrics: Sequence[executor_pb2.WorkerLoraMetrics]) -> Mapping[str, int]:
-    """By worker: the LoRA adapters in its memory. Without workers that have none."""
-    counts = {w.worker_id: sum(adapter.resident for adapter in w.adapters) for w in metrics}
-    return {worker_id: count for worker_id, count in counts.items() if count}
-
-
-def growth(
-    now: executor_pb2.GetStatusResponse, before: executor_pb2.GetStatusResponse | None
-) -> dict[str, Counter[str] | None]:
-    """By worker: what its counters have grown by. None: not known, because `before` is of another process."""
-    earlier = {} if before is None else {worker.worker_id: worker for worker in before.workers}
-    return {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.workers}
-
-
-def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | None) -> Counter[str] | None:
-    if before is None or (before.epoch, before.pid) != (now.epoch, now.pid):
-        return None
-    counts = Counter[str]()
-    for part, names in _COUNTERS.items():
-        for name in names:
-            counts[name] = getattr(getattr(now, part), name) - getattr(getattr(before, part), name)
-    return None if min(counts.values()) < 0 else counts
-
-
-def frame(
-    now: Reading, before: Reading | None, target: str, notes: Sequence[str] = (), *, wraps: bool = False
-) -> RenderableType:
-    """Lines about all of the server, `notes` in red below the first, and a table of the workers.
-
-    `wraps`: long lines are wrapped, and not cut off.
-    """
+def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str] = ()) -> RenderableType:
+    """Lines about all of the server, `notes` in red below the first, and a table of the workers."""
     elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
     grown = growth(now.status, None if before is None else before.status)
     known = [counts for counts in grown.values() if counts is not None]
     total = sum(known, Counter[str]()) if known else None
-    status = now.status
-    up, version = f"up {duration(seconds(status.uptime))}", f"version {status.version}"
-    lines: list[Sequence[str]] = [(_word(executor_pb2.ServerState, status.state), target, up, version)]
-    if status.model_id:
-        lines.append(("model", status.model_id, status.fingerprint, f"weights {status.weights_version}"))
-    lines += _work(status, total, elapsed_s)
+    state = enum_word(executor_pb2.ServerState, now.status.state)
+    up, version = f"up {duration(seconds(now.status.uptime))}", f"version {now.status.version}"
+    model = [f"model {now.model_id}"] if now.model_id else []
+    lines = [(state, target, *model, up, version), *_work(now.status, total, elapsed_s)]
     lines += _callers(now, before, elapsed_s)
     text = [
         Text.assemble((f"{escaped(title):<11}", "bold"), escaped("   ".join(filter(None, parts))))
         for title, *parts in lines
     ]
     text[1:1] = [Text(escaped(note), style="bold red") for note in notes]
-    rows = [_cells(worker, grown[worker.worker_id], elapsed_s) for worker in status.workers]
-    below = [f"{w.worker_id}: {w.trouble}" for w in status.workers if w.trouble]
-    # Workers of one machine usually have the same products.
-    for products in dict.fromkeys(w.executor.products for w in status.workers if w.executor.products):
-        ids = ", ".join(w.worker_id for w in status.workers if w.executor.products == products)
-        below.append(f"matrix products of {ids}: {products}")
-    remarks = [Text(escaped(line)) for line in below]
-    for line in () if wraps else (*text, *remarks):
+    rows = [_cells(worker, grown[worker.worker_id], elapsed_s) for worker in now.status.workers]
+    troubles = [Text(escaped(f"{w.worker_id}: {w.trouble}")) for w in now.status.workers if w.trouble]
+    for line in (*text, *troubles):
         line.no_wrap, line.overflow = True, "ellipsis"
-    return Group(*text, FittingTable(_COLUMNS, rows, _FIRST_COLUMNS, _TEXT_COLUMNS), *remarks)
+    return Group(*text, FittingTable(_COLUMNS, rows, _FIRST_COLUMNS), *troubles)
 
 
 def _work(
@@ -211,7 +157,6 @@ def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Seq
             _count(status.sessions, "session"),
             memory,
             stall,
-            f"unread {size(status.unread_bytes)}",
         ),
         ("caches", *caches),
         *([("adapters", *adapters)] if adapters else []),
@@ -228,16 +173,12 @@ def _cells(
 ) -> list[str | Text]:
     """The cells of _COLUMNS."""
     pool, is_ready = worker.pool, worker.state == executor_pb2.WORKER_STATE_READY
-    state = _word(executor_pb2.WorkerState, worker.state) + (", silent" if worker.suspect else "")
-    if worker.state == executor_pb2.WORKER_STATE_STARTING:
-        state += f" {worker.load_progress:.0%}"
+    state = state_of(worker) + (", silent" if worker.suspect else "")
     batch = "-" if grown is None or not grown["steps"] else f"{grown['batch_items'] / grown['steps']:.1f}"
     return [
         worker.worker_id,
         Text(escaped(state), style="green" if is_ready and not worker.suspect else "bold red"),
-        worker.address or str(worker.pid),
         str(worker.epoch),
-        worker.executor.device,
         str(worker.operations_in_flight),
         batch,
         _rate(grown, elapsed_s, "step_tokens"),
@@ -246,28 +187,9 @@ def _cells(
         _mean_ms(grown, "decode"),
         _bar(pool.pages_referenced, pool.pages_cached, pool.pages_total),
         str(pool.pages_total),
-        str(pool.sequences),
         _percent(pool.prefix_hit_tokens, pool.prefix_query_tokens),
         size(worker.memory_bytes),
-        size(worker.kv_disk.bytes) if worker.HasField("kv_disk") else "-",
     ]
-
-
-def _word(enum: EnumTypeWrapper, number: int) -> str:
-    """Such as `ready` for WORKER_STATE_READY; the number, if a later version has added it."""
-    return name_of(enum, number) or "unspecified"
-
-
-def seconds(span: Duration) -> float:
-    """The length of a span."""
-    return span.ToNanoseconds() / 1e9
-
-
-def duration(elapsed_s: float) -> str:
-    """Such as `1m01s`."""
-    minutes, rest = divmod(int(elapsed_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m{rest:02}s" if hours else f"{minutes}m{rest:02}s"
 
 
 def _rate(grown: Counter[str] | None, elapsed_s: float, *names: str) -> str:
