@@ -81,7 +81,7 @@ def test_a_unix_socket_is_the_first_servers_before_that_listens(
         started += 1
         assert started == 1, "the second has recovered its journal, and would replace the socket"
         assert await serve(config) == 1
-        raise CannotListen(config.listen, "it need not")
+        raise CannotListen(config.listen)
 
     monkeypatch.setattr(Gateway, "start", with_a_second)
     assert asyncio.run(serve(config)) == 1
