@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import uvloop
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
+from service.auth.unix_socket import LockedUnixSocket
 from service.config import Config
 from service.extension import Extension
 from service.gateway import Gateway, open_gateway
@@ -24,7 +25,7 @@ from service.journal.base import JournalUnusable, OwnershipLost
 from service.listening import CannotListen, actual_address
 from service.logging import configure_logging, get_logger
 from service.pool.launcher import PoolFailed
-from workers.common.addresses import ADDRESS_IS_FREE, IN_USE, UNIX, is_listening, why_not_listening
+from workers.common.addresses import ADDRESS_IS_FREE, UNIX, why_not_listening
 from workers.common.switching import switch_often
 
 _log = get_logger(__name__)
@@ -54,25 +55,26 @@ def run_gateway(
 
 async def serve(config: Config, extensions: Sequence[Extension] = ()) -> int:
     """Runs a gateway until a signal or a failure. Returns the exit status of the process."""
-    path = config.listen.removeprefix(UNIX)
-    is_unix = path != config.listen
-    if is_unix and is_listening(path):
-        # gRPC would replace the socket.
-        _log.error("cannot listen", listen=config.listen, error=IN_USE)
-        return 1
-    try:
-        gateway = await open_gateway(config, extensions)
-    except JournalUnusable as error:
-        # A server on the same port has locked the data directory, too. The port is the clearer message.
-        if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
-            _log.error("cannot listen", listen=config.listen, error=why_not)
-        else:
-            _log.error("cannot use the journal", error=str(error))
-        return 1
-    try:
+    with contextlib.ExitStack() as stack:
+        path = config.listen.removeprefix(UNIX)
+        is_unix = path != config.listen
+        if is_unix:
+            try:
+                stack.callback(LockedUnixSocket(path).close)
+            except OSError as error:
+                _log.error("cannot listen", listen=config.listen, error=error.strerror)
+                return 1
+        try:
+            gateway = await open_gateway(config, extensions)
+        except JournalUnusable as error:
+            # A server on the same port has locked the data directory, too. The port is the clearer message.
+            if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
+                _log.error("cannot listen", listen=config.listen, error=why_not)
+            else:
+                _log.error("cannot use the journal", error=str(error))
+            return 1
+        stack.callback(gateway.close)
         return await _run(gateway)
-    finally:
-        gateway.close()
 
 
 async def _run(gateway: Gateway) -> int:

@@ -58,7 +58,7 @@ def locked(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise BlockingIOError(errno.EAGAIN, "another gateway has it", str(path)) from None
+        raise BlockingIOError(errno.EAGAIN, "another process has it", str(path)) from None
     except OSError:
         os.close(lock)
         raise

@@ -46,6 +46,10 @@ _WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$", re.ASCII)
 _GGUF = ".gguf"
 _GGUF_SHARD = re.compile(r"-\d+-of-(\d+)\.gguf$", re.ASCII | re.IGNORECASE)
+_GGUF_NAME = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*))(?:(?:-\d+-of-\d+)?\.gguf|/[^/]*\.gguf)",
+    re.ASCII | re.IGNORECASE,
+)
 _PROJECTOR = "mmproj"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_REASON_CHARACTERS = 300
@@ -192,10 +196,11 @@ def _download_gguf(hub_id: str, wanted: str, revision: str | None) -> Path:
 
 
 def _gguf_names(names: Iterable[str]) -> str:
-    """Which GGUF files there are, each of several parts once; "": none."""
+    """Which GGUF files there are, by what names them; "": none."""
     files = [name for name in names if name.endswith(_GGUF) and not _is_projector(name)]
-    models = sorted({_GGUF_SHARD.sub(_GGUF, name) for name in files})
-    return f"it has {escaped(', '.join(models[:_MOST_NAMED]))}" if models else ""
+    found = [(_GGUF_NAME.search(name), Path(_GGUF_SHARD.sub(_GGUF, name)).stem) for name in files]
+    named = sorted({match[1].upper() if match else whole for match, whole in found})
+    return f"it has {escaped(', '.join(named[:_MOST_NAMED]))}" if named else ""
 
 
 def _is_projector(name: str) -> bool:

@@ -17,6 +17,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from workers.common.trusted import make_private
 
 _log = get_logger(__name__)
 
+_MAX_FILE_BYTES = 256
 _MAX_EPOCH = 1 << 53
 _ID_BYTES = 16
 _LOCK_NAME = re.compile(r"(?P<worker_id>.{1,64})-(?P<epoch>[1-9][0-9]{0,15})\.lock", re.ASCII)
@@ -218,13 +220,19 @@ def _read_worker_file(path: Path) -> WorkerFile:
 
 def _read(path: Path) -> str:
     """Raises OSError or ValueError."""
-    with open_regular(path) as file:
-        return file.read().decode()
+    with open_regular(path, follow=False) as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError("it is too large")
+    return content.decode()
 
 
 def _remove(path: Path) -> None:
-    """Raises nothing."""
+    """Removes a file, link or directory. Raises nothing."""
     try:
         path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        # Left there, it would be warned of at each start.
+        shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         _log.warning("cannot remove a file of a worker", path=str(path), error=error.strerror)

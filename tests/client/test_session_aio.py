@@ -185,8 +185,11 @@ async def test_closing_the_client_ends_its_sessions(gateway: GatewayProcess) -> 
     await session.close()
 
 
-async def test_a_session_that_ends_while_it_sends_says_what_the_server_said() -> None:
+async def test_a_session_that_ends_while_it_sends_says_what_the_server_said(
+    request: pytest.FixtureRequest,
+) -> None:
     """Without care about every third of these ends is told as INTERNAL (grpc/grpc issue 36066)."""
+    count = 40 if request.config.getoption("--thorough") else 20
 
     async def refuse(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for _ in messages:
@@ -202,7 +205,7 @@ async def test_a_session_that_ends_while_it_sends_says_what_the_server_said() ->
     await server.start()
     try:
         async with AsyncClient(f"127.0.0.1:{port}", max_request_bytes=50_000) as client:
-            causes = [await cause_of_the_end(client) for _ in range(20)]
+            causes = [await cause_of_the_end(client) for _ in range(count)]
     finally:
         await server.stop(0)
     assert set(causes) == {"RESOURCE_EXHAUSTED: enough"}

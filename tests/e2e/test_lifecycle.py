@@ -16,6 +16,7 @@ from quire.v1 import executor_pb2_grpc as pb_grpc
 
 from service.config import Config
 from service.gateway import Gateway
+from service.listening import CannotListen
 from service.server import serve
 from tests import quire_command
 from tests.e2e.test_metrics import Scraped
@@ -60,6 +61,30 @@ def test_a_unix_socket_stays_the_first_servers(tmp_path: Path) -> None:
                 ).kv_cache.seq_len
                 == 3
             )
+    assert not list(tmp_path.glob("socket*"))
+
+
+def test_a_unix_socket_is_the_first_servers_before_that_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(
+        model="paged-attention",
+        listen=f"unix:{tmp_path / 'socket'}",
+        journal="memory",
+        kv_pages=64,
+        lame_duck_s=0,
+    )
+    started = 0
+
+    async def with_a_second(gateway: Gateway) -> int:
+        nonlocal started
+        started += 1
+        assert started == 1, "the second has recovered its journal, and would replace the socket"
+        assert await serve(config) == 1
+        raise CannotListen(config.listen)
+
+    monkeypatch.setattr(Gateway, "start", with_a_second)
+    assert asyncio.run(serve(config)) == 1
     assert not list(tmp_path.glob("socket*"))
 
 

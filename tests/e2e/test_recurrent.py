@@ -1,6 +1,7 @@
 """Models with recurrent layers through a gateway, against transformers, also after a killed worker.
 
-Any operations of them: tests/workers/test_recurrent_engine.py.
+Any operations of them, also of models that the library runs: tests/workers/test_recurrent_engine.py. Over
+ranks: tests/workers/test_rank_processes.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from quire.v1 import executor_pb2 as pb
 
 from tests.e2e.parity_machine import WITH_LOGITS
@@ -20,15 +22,18 @@ FLAGS = ["--dtype", "float32", "--kv-pages", "64", "--max-batch-tokens", "48"]
 PATIENCE_S = 60
 
 
-def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(tmp_path: Path) -> None:
-    """Its state is that of its last append, of a snapshot, and computed again from all tokens.
-
-    The same with other layers, over ranks and by the library: test_rank_processes.py and
-    test_recurrent_engine.py in tests/workers.
-    """
+@pytest.mark.parametrize(
+    ("model_type", "ranks"),
+    [("granitemoehybrid", 1), pytest.param("kimi_linear", 2, marks=pytest.mark.thorough)],
+)
+def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
+    model_type: str, ranks: int, tmp_path: Path
+) -> None:
+    """Its state is that of its last append, of a snapshot, and computed again from all tokens."""
     model = tmp_path / "model"
-    tiny_model("granitemoehybrid", **RECURRENT["granitemoehybrid"]).save_pretrained(model)
-    with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
+    tiny_model(model_type, **RECURRENT[model_type]).save_pretrained(model)
+    flags = [*FLAGS, "--tensor-parallel", str(ranks)]
+    with GatewayProcess(model=str(model), workers=1, flags=flags) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
         assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == "native"
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
@@ -41,7 +46,9 @@ def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(tmp_path: 
             gateway.stub.TruncateKV(cut, timeout=PATIENCE_S)
             append_and_check(gateway, model, cache, text)
         (worker,) = gateway.worker_processes()
-        worker.kill()
+        assert len(worker.children()) == ranks - 1
+        # Of several ranks another one than the first.
+        [worker, *worker.children()][-1].kill()
         append_and_check(gateway, model, cache, text)
 
 

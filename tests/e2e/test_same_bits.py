@@ -233,12 +233,13 @@ def logprobs_of(logits: NDArray[np.float32]) -> list[float]:
     ],
 )
 def test_any_operations_give_the_bits_of_a_text_alone(
-    name: str, dtype: str, kv_dtype: str, tmp_path: Path
+    name: str, dtype: str, kv_dtype: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     need_compiled()
+    examples = 4 if request.config.getoption("--thorough") else 3
     model = make_family_model(tmp_path / "model", *settings_of(name), seed=3)
     SameBitsMachine.alone = Alone(model, dtype, kv_dtype)
     flags = ["--dtype", dtype, "--kv-cache-dtype", kv_dtype]
     flags += ["--kv-pages", str(KV_PAGES), "--max-batch-tokens", "48"]
     with GatewayProcess(model=str(model), workers=2, flags=flags) as gateway:
-        run_parity_machine(gateway, model, examples=3, steps=20, machine=SameBitsMachine)
+        run_parity_machine(gateway, model, examples=examples, steps=20, machine=SameBitsMachine)

@@ -20,7 +20,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three GPUs."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    listed = "\n".join(UUIDS)
+    listed = "\n".join(f"{n}, {uuid}" for n, uuid in enumerate(UUIDS))
     program.write_text(f"#!/bin/sh\ncat <<END\n{listed}\nEND\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
@@ -32,16 +32,23 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("visible", "expected"),
     [
         (None, UUIDS),
-        ("2,0", ["2", "0"]),
-        ("GPU-cccc-3,GPU-aabb", ["GPU-cccc-3", "GPU-aabb"]),
-        ("MIG-1", ["MIG-1"]),
+        ("2,0", [UUIDS[2], UUIDS[0]]),
+        ("GPU-cccc-3,GPU-aabb", [UUIDS[2], UUIDS[1]]),
+        ("1", [UUIDS[1]]),
+        ("GPU-c", [UUIDS[2]]),
+        ("MIG-1,MIG-2", ["MIG-1", "MIG-2"]),
         ("", []),
         ("-1", []),
-        ("1,-1,2", ["1"]),
+        ("0,7", []),
+        ("0, 1", []),
+        ("0,0", []),
+        ("0,GPU-aaaa", []),
+        ("MIG-1,MIG-1", []),
+        ("GPU-aa", []),
     ],
 )
 def test_chosen(machine: Path, visible: str | None, expected: list[str]) -> None:
-    """By names that CUDA knows, in the order given."""
+    """By number or UUID, in the order given. What is not known here is left to CUDA."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert gpus.chosen(Config(), environ) == expected
 

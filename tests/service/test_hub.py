@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.cli import hub
+from service.model_names import is_hub_model
 from tests import quire_command
 from tests.hub_server import COMMIT, Hub, serving
 
@@ -187,7 +188,9 @@ def test_gguf_files_in_the_cache_are_found_whole(tmp_path: Path, find: Find) -> 
 
 
 def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
-    site = Hub(MODEL, GGUF | OTHERS)
+    # What has no format in its name is named by all of it.
+    plain = {f"sub/plain-0000{n}-of-00002.gguf": b"p" * 500 for n in (1, 2)}
+    site = Hub(MODEL, GGUF | OTHERS | plain)
     with serving(site) as endpoint:
         found, said = find(model=f"{MODEL}:Q8_0", HF_ENDPOINT=endpoint)
         shards = {name: content for name, content in GGUF.items() if "Q8_0" in name}
@@ -196,12 +199,15 @@ def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
         assert all((Path(found).parent / name).read_bytes() == content for name, content in shards.items())
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said and "100% downloaded" in said
         _, said = find(model=f"{MODEL}:Q2_K", HF_ENDPOINT=endpoint)
-        assert f"{MODEL} has no GGUF file Q2_K: it has BF16/tiny.gguf, tiny [1]-Q5_K_M.gguf, " in said
-        assert "tiny-Q4_K_M.gguf, tiny-Q8_0.gguf, tiny-UD-Q4_K_M.gguf" in said
+        assert f"{MODEL} has no GGUF file Q2_K: it has BF16, Q4_K_M, Q5_K_M, Q8_0, UD-Q4_K_M, plain" in said
+        printed = said.partition("it has ")[2].strip().split(", ")
+        for name in printed:
+            assert is_hub_model(f"{MODEL}:{name}"), "what is printed can be typed"
+            assert Path(find(model=f"{MODEL}:{name}", HF_ENDPOINT=endpoint)[0]).is_file()
         other, _ = find(model=f"{MODEL}:Q5_K_M", HF_ENDPOINT=endpoint)
         assert Path(other).read_bytes() == b"5" * 500, "a name is no pattern"
         _, said = find(HF_ENDPOINT=endpoint)
-        assert f"{MODEL} has GGUF files: name one of them, such as {MODEL}:Q4_K_M; it has BF16/" in said
+        assert f"{MODEL} has GGUF files: name one of them, such as {MODEL}:Q4_K_M; it has BF16" in said
     assert find(model=f"{MODEL}:Q8_0", HF_HUB_OFFLINE="1") == (found, "")
     assert find(model=f"{MODEL}:Q8_0", HF_ENDPOINT=NOBODY) == (found, "")
 

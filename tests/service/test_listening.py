@@ -8,20 +8,30 @@ from pathlib import Path
 import grpc
 import pytest
 
+from service.auth.unix_socket import LockedUnixSocket
 from service.extensions.gateways.parent import reserved
 from service.listening import CannotListen, binding, listening_socket
-from workers.common.addresses import is_listening
+
+
+def test_one_server_at_a_time_has_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    first = LockedUnixSocket(str(path))
+    with pytest.raises(OSError, match="another process has this address"):
+        LockedUnixSocket(str(path))
+    first.close()
+    assert not any(tmp_path.iterdir()), "nothing is left behind"
+    LockedUnixSocket(str(path)).close()
 
 
 def test_the_unix_socket_of_a_dead_program_is_replaced_but_not_of_a_live_one(tmp_path: Path) -> None:
-    path = str(tmp_path / "socket")
-    assert not is_listening(path)
+    path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(path)
-        other.listen(0)
-        assert is_listening(path)
-        assert is_listening(path), "also while its queue is full"
-    assert not is_listening(path)
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(OSError, match="another process has this address"):
+            LockedUnixSocket(str(path))
+    assert list(tmp_path.iterdir()) == [path], "it is still there, and no lock file is left"
+    LockedUnixSocket(str(path)).close()
 
 
 async def test_whatever_binds_an_address_says_which_one_cannot_be_bound() -> None:

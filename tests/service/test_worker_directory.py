@@ -98,7 +98,7 @@ def test_epochs_and_the_id_are_durable(directory: WorkerDirectory, data_dir: Pat
 
 def test_only_one_gateway_locks_the_directory(directory: WorkerDirectory, data_dir: Path) -> None:
     other = WorkerDirectory(data_dir)
-    with pytest.raises(BlockingIOError, match="another gateway has it"):
+    with pytest.raises(BlockingIOError, match="another process has it"):
         other.open()
     directory.close()
     other.open()
@@ -136,11 +136,17 @@ def test_invalid_files_are_removed(directory: WorkerDirectory, data_dir: Path) -
 
 
 def test_what_is_no_file_of_a_worker_is_removed(directory: WorkerDirectory, data_dir: Path) -> None:
+    """Links are not followed. A file that is longer than any of a worker is not read to its end."""
     place = data_dir / "workers"
+    path = directory.add("worker-0-3", "ab", "cd").path
+    path.rename(data_dir / "elsewhere")
+    path.symlink_to(data_dir / "elsewhere")
     os.mkfifo(place / "worker-1-1.lock")
+    (place / "worker-2-1.lock" / "directory").mkdir(parents=True)
     (place / "worker-3-1.lock.tmp").touch()
+    (place / "worker-4-1.lock").write_text(f"ab\n{300 * 'c'}\n")
     assert directory.workers() == []
-    assert list(place.iterdir()) == []
+    assert list(place.iterdir()) == [] and (data_dir / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("place", ["", "a %41", os.fsdecode(b"\xff")])

@@ -187,7 +187,7 @@ def test_any_commands(name: str, layers: int, steps: int, group: RankGroup, tmp_
 def test_recurrent_states(model_type: str, group: RankGroup, tmp_path: Path) -> None:
     """Each rank has a part of each state, after appends, verifies, forks and cuts too.
 
-    Replays of what was lost: tests/e2e/test_recurrent.py.
+    Replays of what a killed rank has lost: tests/e2e/test_recurrent.py, with --thorough.
     """
     model_of(model_type).module.save_pretrained(tmp_path)
     executor = LlmExecutor.load(tmp_path, kv_pages=PAGES, self_check=False, ranks=group)

@@ -40,19 +40,6 @@ def why_not_listening(listen: str) -> str:
     return ADDRESS_IS_FREE
 
 
-def is_listening(path: str) -> bool:
-    """Whether a program listens on a Unix socket. That of a program which has ended may be replaced."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
-        trial.setblocking(False)
-        try:
-            trial.connect(path)
-        except (BlockingIOError, PermissionError):  # its queue is full, or it is another user's
-            return True
-        except OSError:
-            return False
-    return True
-
-
 def _try_to_bind(family: int, address: Any) -> None:
     """Raises OSError."""
     with socket.socket(family, socket.SOCK_STREAM) as trial:

@@ -9,13 +9,14 @@ from io import BufferedReader
 from pathlib import Path
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Opens a regular file, or the one that it links to, for reading. The caller closes it.
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Opens a regular file, or with `follow` the one that it links to, for reading. The caller closes it.
 
     Raises OSError, also for a directory, pipe, socket or device; ValueError for a name with a NUL character.
     """
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+    descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         # `fdopen` would leave that of a directory open.
         os.close(descriptor)
