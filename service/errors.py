@@ -67,9 +67,11 @@ class QuireError(Exception):
         text = self.message
         if text.startswith((f"{self.field} ", f"{self.field}: ")):
             text = field + text.removeprefix(self.field)
-        error = type(self).__new__(type(self), text)
-        vars(error).update(vars(self), message=text, field=field)
-        return error
+        return self._copy(text, field)
+
+    def after(self, prefix: str) -> Self:
+        """The same failure with a text before its message."""
+        return self._copy(prefix + self.message, self.field)
 
     def nested_in(self, prefix: str) -> Self:
         """The same failure with the field's path as seen from the enclosing message."""
@@ -83,6 +85,11 @@ class QuireError(Exception):
         """
         self.__traceback__ = None
         return self
+
+    def _copy(self, message: str, field: str) -> Self:
+        error = type(self).__new__(type(self), message)
+        vars(error).update(vars(self), message=message, field=field, metadata=dict(self.metadata))
+        return error
 
 
 class InvalidArgument(QuireError, code="INVALID_ARGUMENT"):

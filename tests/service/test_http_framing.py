@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import runpy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 
+from service.extensions.http import framing
 from tests.service import metrics_server
 from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, raw_request, serving
 
@@ -142,6 +145,14 @@ async def test_many_spaces_are_refused_as_soon_as_few() -> None:
             writer.write(head + rest)
             assert (await reader.read()).startswith(b"HTTP/1.1 400 "), rest[:40]
             writer.close()
+
+
+@pytest.mark.parametrize("name", ["header_field_re", "chunk_header_re"])
+def test_a_version_of_h11_with_other_patterns_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its own would be slow for many spaces."""
+    monkeypatch.delattr(h11._readers, name)
+    with pytest.raises(ImportError, match=r"install h11 0\.16"):
+        runpy.run_path(framing.__file__)
 
 
 @pytest.mark.parametrize(("spaces", "status"), [(0, b"200"), (2000, b"400")])

@@ -14,12 +14,17 @@ import h11
 from h11 import _abnf, _readers
 
 # Of h11, but possessive: its own try each division of a run of spaces, which took minutes for 64 KiB of them.
-_readers.header_field_re = re.compile(
-    rf"(?P<field_name>{_abnf.field_name}):[ \t]*+(?P<field_value>{_abnf.field_value})[ \t]*+".encode()
-)
-_readers.chunk_header_re = re.compile(
-    rf"(?P<chunk_size>{_abnf.chunk_size})(?P<chunk_ext>;[^\r\n]*+)?[ \t]*+\r\n".encode()
-)
+_PATTERNS = {
+    "header_field_re": (
+        rf"(?P<field_name>{_abnf.field_name}):[ \t]*+(?P<field_value>{_abnf.field_value})[ \t]*+"
+    ),
+    "chunk_header_re": rf"(?P<chunk_size>{_abnf.chunk_size})(?P<chunk_ext>;[^\r\n]*+)?[ \t]*+\r\n",
+}
+for _name, _pattern in _PATTERNS.items():
+    if not hasattr(_readers, _name):
+        # Without them one request could stop the gateway.
+        raise ImportError(f"this version of h11 has no {_name}, which the server replaces: install h11 0.16")
+    setattr(_readers, _name, re.compile(_pattern.encode()))
 # Any authority, but no user name, which RFC 9110 forbids here.
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>/[^#]*|\?[^#]*)?", re.IGNORECASE)
 _LENGTH = re.compile(rb"^content-length:(.*)$", re.IGNORECASE | re.MULTILINE)

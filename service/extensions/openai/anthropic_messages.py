@@ -14,7 +14,6 @@ from service.extensions.openai.item_fields import MAX_ID
 from service.extensions.openai.messages import MAX_TOOLS, text_of
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.translated import BlocksResponse, as_chat
-from service.text import bounded_json
 from service.text.bounded_json import MAX_MESSAGES
 
 _NAMES = {
@@ -214,7 +213,7 @@ class MessageResponse(BlocksResponse):
 
     def _body(self) -> dict[str, Any]:
         (choice,) = self._choices.values()
-        content = [_content(block, is_whole=True) for block in choice.blocks.all]
+        content = [_content(block, is_whole=True) for block in choice.blocks.of_body()]
         return {"content": content, **_end(choice)}
 
     def _begin_events(self) -> Iterator[dict[str, Any]]:
@@ -259,14 +258,5 @@ def _content(block: Block, *, is_whole: bool) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == TEXT:
         return {"type": "text", "text": text}
-    arguments = _arguments_of(text) if is_whole else {}
+    arguments = (block.arguments or {}) if is_whole else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
-
-
-def _arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; empty if they were cut off, or are no object."""
-    try:
-        arguments = bounded_json.loads(text)
-    except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}

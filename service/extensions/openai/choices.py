@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from quire.v1 import runner_pb2
 
+from service.text import bounded_json
 from service.text.output_parser import Part
 
 _FINISH = {
@@ -38,6 +39,15 @@ class Block:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Those of a call. None: they are cut off, or no object."""
+        try:
+            arguments = bounded_json.loads(self.text)
+        except ValueError:
+            return None
+        return arguments if isinstance(arguments, dict) else None
 
 
 # What happens to a block: "begin", "end", or that it gets a text ("delta").
@@ -73,20 +83,33 @@ class Blocks:
         return events
 
     def keep(self, parts: list[Part]) -> None:
-        """Adds what belongs to a response in one piece, where malformed calls are text."""
+        """Adds what belongs to a response in one piece, where malformed calls are text at their place."""
         for part in parts:
             if part.broken:
-                self.all.remove(self._calls[part.index])
-                self._is_open = bool(self.all)
-            self.add([Part(content=part.broken) if part.broken else part])
+                block = self._calls[part.index]
+                block.kind, block.texts = TEXT, [part.broken]
+            else:
+                self.add([part])
 
     def end(self, *, is_cut: bool = False) -> list[Event]:
-        """Ends the open block, if there is one."""
+        """Ends the open block, if there is one. `is_cut`: the answer is; a call may be whole before."""
         if not self._is_open:
             return []
         self._is_open = False
-        self.all[-1].is_cut |= is_cut
-        return [("end", self.all[-1], "")]
+        last = self.all[-1]
+        last.is_cut |= is_cut and not (last.kind == CALL and last.arguments is not None)
+        return [("end", last, "")]
+
+    def of_body(self) -> list[Block]:
+        """The blocks, numbered. Texts beside those of malformed calls become one block with them."""
+        found: list[Block] = []
+        for block in self.all:
+            if found and block.kind == found[-1].kind == TEXT:
+                found[-1].texts += block.texts
+                found[-1].is_cut |= block.is_cut
+            else:
+                found.append(replace(block, index=len(found), texts=[*block.texts]))
+        return found
 
     def texts(self, kind: str) -> list[str]:
         """The pieces of all blocks of a kind."""

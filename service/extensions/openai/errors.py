@@ -77,14 +77,15 @@ def of_request(error: QuireError, param_of: Callable[[str], str]) -> QuireError:
 
 
 @contextlib.contextmanager
-def of_prompt(index: int, count: int) -> Iterator[None]:
-    """Lets an error say which of `count` prompts has it, if there are several."""
+def of_prompt(index: int, count: int, param_of: Callable[[str], str]) -> Iterator[None]:
+    """Lets an error say which of `count` prompts has it, if there are several. `param_of`: of the request."""
     try:
         yield
     except QuireError as error:
-        if count > 1:
-            error.message = f"prompt {index}: {error.message}"
-        raise
+        if count == 1:
+            raise
+        # Behind the prefix its field could not be renamed any more.
+        raise of_request(error, param_of).after(f"prompt {index}: ") from None
 
 
 def body(error: QuireError) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class CompletionHandler:
             request.experts.model = self.state.first_ready.model
         with ForwardContext() as context:
             for index, (item, prompt) in enumerate(zip(request.items, prompts, strict=False)):
-                with of_prompt(index, len(request.items)):
+                with of_prompt(index, len(request.items), request.param_of):
                     await self._score(request, item, prompt, context)
             yield self.response(request, TokenTexts(tokenizer), prompts)
 

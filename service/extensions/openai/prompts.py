@@ -55,7 +55,7 @@ async def prompts_of(request: CompletionRequest, text: TextModel, formats: Outpu
     with counted(current_tenant(), time.monotonic, len(request.items), give_back=True):
         found = []
         for index, item in enumerate(request.items):
-            with of_prompt(index, len(request.items)):
+            with of_prompt(index, len(request.items), request.param_of):
                 found.append(await _prompt_of(item, request, text, formats))
         return found
 

@@ -314,7 +314,7 @@ class CompletionResponse:
         key = chunk.item_id, chunk.sample
         choice = self._choices[key]
         if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
-            with of_prompt(int(chunk.item_id), len(self._request.items)):
+            with of_prompt(int(chunk.item_id), len(self._request.items), self._request.param_of):
                 raise from_status(chunk.error)
         if chunk.finish_reason:
             self._usage[key] = chunk.usage

@@ -238,7 +238,7 @@ class ResponsesResponse(BlocksResponse):
         """What the whole response has beside its head. Keeps both."""
         (choice,) = self._choices.values()
         choice.blocks.end(is_cut=choice.finish in CUT)
-        body = {"output": [self._item(block) for block in choice.blocks.all], **self._status()}
+        body = {"output": [self._item(block) for block in choice.blocks.of_body()], **self._status()}
         self._request.keep({**self._head, **body, "usage": self.reported_usage()})
         return body
 

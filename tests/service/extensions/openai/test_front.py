@@ -40,6 +40,7 @@ from service.errors import (
 )
 from service.extension import GatewayParts
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.errors import of_prompt
 from service.extensions.openai.front import OpenAiFront
 from service.extensions.openai.models import Models
 from service.extensions.openai.settings import OpenAiSettings
@@ -245,19 +246,29 @@ async def test_what_a_runtime_cannot_do_is_named_as_the_request_has_it(
     assert caught.value.message.endswith(f" {param}: the provider cannot do it")
 
 
-async def test_an_error_says_which_of_several_prompts_has_it() -> None:
-    why = SequenceTooLong(9, 8)
-
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        (SequenceTooLong(9, 8), SequenceTooLong(9, 8).message),
+        (InvalidArgument("BAD_FIELD", "sampling.top_k", "sampling.top_k: not here"), "top_k: not here"),
+    ],
+)
+async def test_an_error_says_which_of_several_prompts_has_it(why: QuireError, said: str) -> None:
     async def generate(batch: Batch, sink: ChunkSink) -> None:
         failed = chunk(finish_reason=runner_pb2.FINISH_REASON_ERROR, error=to_status(why))
         failed.item_id = batch.items[-1].item_id
         sink.put([failed])
 
     async with serving(FakeRuntime(generate)) as served, served.client() as client:
-        for prompts, said in ((["a"], why.message), (["a", "b"], f"prompt 1: {why.message}")):
+        for prompts, prefix in ((["a"], ""), (["a", "b"], "prompt 1: ")):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.completions.create(model="m", prompt=prompts)
-            assert isinstance(caught.value.body, dict) and caught.value.body["message"] == said
+            assert isinstance(caught.value.body, dict) and caught.value.body["message"] == prefix + said
+
+
+def test_the_text_of_an_exception_says_which_of_several_prompts_has_it() -> None:
+    with pytest.raises(SequenceTooLong, match=r"^prompt 1: the sequence"), of_prompt(1, 2, str):
+        raise SequenceTooLong(9, 8)
 
 
 async def test_too_many_samples_are_those_of_the_prompts() -> None:

@@ -27,6 +27,12 @@ def test_every_sampling_setting_is_on_every_route(table: tuple[ItemField, ...]) 
     assert {setting.name for setting in SETTINGS} <= names
 
 
+def test_a_field_of_a_request_with_several_prompts_keeps_its_name() -> None:
+    """Errors of a prompt are renamed before those of the whole request are."""
+    for one in COMPLETION:
+        assert param_of(one.name, COMPLETION) == one.name
+
+
 @pytest.mark.parametrize(
     ("table", "field", "param"),
     [

@@ -369,6 +369,46 @@ async def test_an_answer_in_one_piece_has_the_items_of_a_stream() -> None:
         assert whole.output_text == 'Hm.So.<call>{"of.' and streamed.output_text == "Hm.So.."
 
 
+async def test_text_of_a_malformed_call_is_where_the_call_was() -> None:
+    """Also if a call follows. Each item has an id of its own."""
+    broken = runner_pb2.ToolCall(id="c1", name="f", arguments_json='{"of')
+    call = runner_pb2.ToolCall(id="c2", index=1, name="g", arguments_json="{}")
+
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        sink.put([chunk("Hm."), chunk(tool_calls=[broken]), chunk(tool_calls=[call])])
+        end: Any = {"malformed_calls": {0: '<call>{"of'}, "finish_reason": runner_pb2.FINISH_REASON_STOP}
+        sink.put([chunk("So.", **end)])
+
+    async with serving(FakeRuntime(generate)) as server, server.client() as client:
+        whole = await client.responses.create(model="m", input="Go.")
+        chat = await client.chat.completions.create(model="m", messages=TALK)
+    assert [item.type for item in whole.output] == ["message", "function_call", "message"]
+    assert [item.id.rpartition("_")[2] for item in whole.output] == ["0", "1", "2"]
+    assert [item.content[0].text for item in whole.output[::2]] == ['Hm.<call>{"of', "So."]
+    assert chat.choices[0].message.content == 'Hm.<call>{"ofSo.'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [('{"a": 1}', "completed"), ('{"a": 1', "incomplete"), ("", "incomplete")]
+)
+async def test_a_call_is_incomplete_if_its_arguments_are(arguments: str, status: str) -> None:
+    """The end may come behind a call: then it can be made."""
+    call = runner_pb2.ToolCall(id="c1", name="f", arguments_json=arguments)
+
+    async def generate(_batch: Batch, sink: ChunkSink) -> None:
+        sink.put([chunk(tool_calls=[call])])
+        sink.put([chunk(finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
+
+    async with serving(FakeRuntime(generate)) as server, server.client() as client:
+        whole = await client.responses.create(model="m", input="Go.")
+        stream = await client.responses.create(model="m", input="Go.", stream=True)
+        events = [event async for event in stream]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    for items in (whole.output, events[-1].response.output, done):
+        assert [item.status for item in items] == [status]
+    assert whole.status == events[-1].response.status == "incomplete"
+
+
 def test_names_of_fields_are_escaped() -> None:
     value = {'a"b': {"\n": [1]}, "metadata": {}}
     assert json.loads("".join(json_pieces(value))) == value
