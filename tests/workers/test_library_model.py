@@ -298,7 +298,7 @@ def test_tensors_that_do_not_fit_are_named(
         ({"vocab_size": 1 << 40}, "vocab_size: must be at most"),
         ({"num_hidden_layers": 4000}, "the config asks for more than .* parameters"),
         ({"vocab_size": 1 << 23}, "the config asks for .* weights, but the files have"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"the weights are quantised: .*gptq\): bits: must be"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised: .*gptq\): bits: must be"),
         ({"max_position_embeddings": -1}, "max_position_embeddings: must be at least 2, got -1"),
         ({"is_causal": False}, "is_causal: must be true"),
         ({"layer_norm_eps": "small"}, r"field 'layer_norm_eps': TypeError: .*(expected|got)"),
