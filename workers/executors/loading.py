@@ -127,17 +127,17 @@ def lacks_on_gpu(directory: Path, asked: str, quantization: str | None = None) -
     is_quantised = quantization is not None
     try:
         is_quantised |= any(entry.form is not None for entry in source_of(directory).tensors().values())
-        if is_quantised or asked == NATIVE:
-            config = ModelConfig.from_directory(directory)
-            if is_quantised:
-                check_gpu_formats(directory, config, quantization)
+        if not is_quantised and asked != NATIVE:
+            return ""
+        config = ModelConfig.from_directory(directory)
+        if is_quantised:
+            check_gpu_formats(directory, config, quantization)
     except ModelError as error:
         return "quantised weights" if is_quantised and isinstance(error, UnsupportedError) else ""
-    if is_quantised or asked == NATIVE:
-        try:
-            check_cuda_kernels(config)
-        except UnsupportedError:
-            return "quantised weights" if is_quantised else "head_dim"
+    try:
+        check_cuda_kernels(config)
+    except UnsupportedError:
+        return "quantised weights" if is_quantised else "head_dim"
     return ""
 
 
