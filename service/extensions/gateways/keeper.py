@@ -84,6 +84,7 @@ class Keeper:
             raise ConfigError("shards", "", self._shards, allowed)
         self._own_lease = await self._take_own_lease()
         # The database may just be back. Whoever joins then took the shards of all that could not renew.
+        # After a crash a lease has lapsed, too, and this waits for nothing: the two are not told apart.
         if any(row.has_lapsed and row.shard >= 0 for row in await self._leases.owners()):
             await self._leases.let_owners_renew()
         waits = False
