@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from quire.cli.load.processes import ClientProcesses
 from quire.cli.main import main
@@ -136,6 +137,27 @@ def test_ctrl_c_ends_it_with_the_report_of_what_there_is(gateway: GatewayProcess
     assert found["throughput"]["output_tokens_per_s"] > 0
     assert "interrupted" in printed
     gateway.wait_until(lambda: gateway.status().caches == 0)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_its_client_processes_end_with_it(gateway: GatewayProcess, sent: signal.Signals) -> None:
+    before = decoded(gateway)
+    endless = ("--output-tokens", "1000", "--warm-up", "0", "--duration", "600", "--processes", "2")
+    arguments = ("load", "--target", gateway.address, "--callers", "2", *endless)
+    with subprocess.Popen(
+        [sys.executable, "-m", "quire.cli", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(ROOT),
+    ) as process:
+        gateway.wait_until(lambda: decoded(gateway) > before)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(sent)
+    assert len(started) >= 2
+    _, left = psutil.wait_procs(started, timeout=60)
+    for other in left:
+        other.kill()
+    assert not left
 
 
 @pytest.mark.parametrize("is_read", [True, False])
