@@ -93,9 +93,14 @@ class WeightUploads:
             try:
                 yield
             except LoadFailed:
-                if source == PREFIX + self._waiting:
-                    self._waiting = ""
+                self.forget(source)
                 raise
+
+    def forget(self, source: str) -> None:
+        """An upload does not wait for LoadWeights any more: it is removed unless it is used."""
+        if source == PREFIX + self._waiting:
+            self._waiting = ""
+        self._remove_unneeded()
 
     @contextlib.contextmanager
     def _using(self, source: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ from tests import quire_command
 from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
-from tests.e2e.broadcasting_trainer import TIMEOUT_S, joined
+from tests.e2e.broadcasting_trainer import TIMEOUT_S, Trainer, joined
 from tests.e2e.test_adapters import Text
 from tests.e2e.test_auth import Guarded
 from tests.e2e.test_openai import HttpGateway, http_port
@@ -227,6 +227,28 @@ def test_a_trainer_that_is_silent_changes_nothing(models: list[Path], tmp_path: 
         assert (status, answer["error"]["code"]) == (400, "load_failed")
         assert described(gateway) == before
         assert_serves(gateway, models[0])
+        # One does not try again although it is told to.
+        with joined(address_of(gateway)) as trainer:
+            trainer.call("/start_weight_update")
+            trainer.update(weights_of(models[1]))
+            assert finish_during_a_load(gateway, trainer, models[2])["code"] == "loading"
+            gateway.wait_until(lambda: kept(tmp_path) == [])
+            assert trainer.call("/finish_weight_update")["code"] == "load_failed"
+        assert_serves(gateway, models[2])
+
+
+def finish_during_a_load(gateway: HttpGateway, trainer: Trainer, model: Path) -> Any:
+    """The answer to a trainer while another load runs, which ends before this returns."""
+    workers = gateway.worker_processes()
+    for worker in workers:
+        worker.suspend()
+    loading = gateway.admin.LoadWeights(admin_pb2.LoadWeightsRequest(source=str(model)), timeout=TIMEOUT_S)
+    assert next(loading).phase == admin_pb2.LOAD_WEIGHTS_PHASE_LOADING
+    answer = trainer.call("/finish_weight_update")
+    for worker in workers:
+        worker.resume()
+    assert next(loading).phase == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
+    return answer
 
 
 def test_an_update_is_served_after_a_load_that_was_first(gateway: HttpGateway, models: list[Path]) -> None:
@@ -234,16 +256,7 @@ def test_an_update_is_served_after_a_load_that_was_first(gateway: HttpGateway, m
     with joined(address_of(gateway)) as trainer:
         trainer.call("/start_weight_update")
         trainer.update(weights_of(models[1]))
-        workers = gateway.worker_processes()
-        for worker in workers:
-            worker.suspend()
-        request = admin_pb2.LoadWeightsRequest(source=str(models[2]))
-        loading = gateway.admin.LoadWeights(request, timeout=TIMEOUT_S)
-        assert next(loading).phase == admin_pb2.LOAD_WEIGHTS_PHASE_LOADING
-        assert trainer.call("/finish_weight_update")["code"] == "loading"
-        for worker in workers:
-            worker.resume()
-        assert next(loading).phase == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
+        assert finish_during_a_load(gateway, trainer, models[2])["code"] == "loading"
         assert trainer.call("/finish_weight_update")["message"] == DONE
         assert trainer.call("/finish_weight_update")["code"] == "load_failed"
     assert_serves(gateway, models[1])

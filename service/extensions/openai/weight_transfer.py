@@ -242,7 +242,7 @@ class WeightTransfer:
             raise
         finally:
             self._is_busy = False
-            if self._upload is not None:
+            if self._upload is not None or self._received is not None:
                 self._watch(self._timeout_s)
 
     def _watch(self, timeout_s: float | None) -> None:
@@ -259,6 +259,8 @@ class WeightTransfer:
 
     async def _drop(self) -> None:
         """Forgets what was received since /start_weight_update."""
+        if self._received is not None:
+            self._admin.uploads.forget(self._received.source)
         self._upload = self._received = None
         dropped = asyncio.CancelledError()
         closing, self._closing = self._closing, contextlib.AsyncExitStack()
