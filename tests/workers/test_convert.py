@@ -266,6 +266,11 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_by_name(part: str, tmp_pa
 _LAYERS = {"layer_types": ["linear_attention", "full_attention", *2 * ["linear_attention"]]}
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("qwen3_moe", {"norm_topk_prob": False, **_EXPERTS}, "experts"),
+    "dense layers only": (
+        "deepseek_v3",
+        FAMILIES["deepseek_v3"] | {"first_k_dense_replace": 4},
+        "a model of deepseek_v3 whose layers have no experts",
+    ),
     "some dense layers": ("qwen3_moe with dense layers", {"norm_topk_prob": True, **_EXPERTS}, "layer 0 is"),
     "recurrent layers": (
         "qwen3_next",

@@ -159,6 +159,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for op_id in late:
             del self.held[op_id]
         assert {op.op_id for op in self.scheduler.expire(self.now_ns)} == late
+        queues = self.scheduler._queues
+        # Or each step would look at all forwards.
+        assert queues._earliest_ns >= self.now_ns or not queues.forwards
         short_line, long_line = self.lines()
         failures = 0
 

@@ -58,7 +58,13 @@ def architecture_for(config: ModelConfig) -> str:
     if config.model_type.startswith("gemma") and not config.tie_word_embeddings:
         raise UnsupportedError(f"tie_word_embeddings: files of {config.model_type} have no head of its own")
     of_experts = config.model_type == "nemotron_h" and config.experts is not None
-    return "nemotron_h_moe" if of_experts else _ARCHITECTURES[config.model_type]
+    name = "nemotron_h_moe" if of_experts else _ARCHITECTURES[config.model_type]
+    count = ARCHITECTURES[name].settings.get("expert_count", "")
+    if config.experts is None and ARCHITECTURES[name].defaults.get(count, 0) is None:
+        raise UnsupportedError(
+            f"model_type: a model of {config.model_type} whose layers have no experts cannot be written"
+        )
+    return name
 
 
 def model_metadata(config: ModelConfig, name: str, longest: int) -> dict[str, Value]:
