@@ -204,7 +204,9 @@ class ModelExecutor:
         for forward in forwards:
             if isinstance(forward.failure, BadLogitsError):
                 overflow = "its logits are not finite, though its weights are: they overflow"
-                raise ModelError(f"{self._model.model_id}: {overflow}") from forward.failure
+                # One that is tried before it takes the place of another has no name yet.
+                name = f"{self._model.model_id}: " if self._model.model_id else ""
+                raise ModelError(name + overflow) from forward.failure
             if forward.failure is not None:
                 raise forward.failure
             self.engine.complete(forward)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from workers.kv.sizing import KvSizingError
 from workers.models.adapted import Adapted
@@ -33,9 +33,8 @@ class Served:
 
     @property
     def adapted(self) -> Adapted:
-        """A native model, which takes adapters."""
-        assert isinstance(self.model, Adapted)
-        return self.model
+        """A native model, which takes adapters: only executors that have some ask for it."""
+        return cast(Adapted, self.model)
 
 
 class WeightsReplacement(Generic[_Weights]):
