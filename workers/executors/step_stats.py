@@ -47,18 +47,16 @@ class StepStats:
 
     def count(self, forward: Forward) -> None:
         """Count a forward that was requested and is complete."""
-        self._add(forward.kind, forward.compute_ns, 1)
+        for field, more in zip(_FIELDS[forward.kind], (1, forward.compute_ns), strict=True):
+            setattr(self._counts, field, getattr(self._counts, field) + more)
         if forward.kind is Kind.VERIFY and forward.accept is Accept.CHOSEN:
             self._counts.draft_tokens += len(forward.token_ids) - 1
             self._counts.accepted_draft_tokens += forward.kept - 1
 
     def count_decodes(self, times_ns: Sequence[int]) -> None:
         """Count plain decodes that were requested and are complete, which took so long."""
-        self._add(Kind.DECODE, sum(times_ns), len(times_ns))
-
-    def _add(self, kind: Kind, took_ns: int, operations: int) -> None:
-        for field, more in zip(_FIELDS[kind], (operations, took_ns), strict=True):
-            setattr(self._counts, field, getattr(self._counts, field) + more)
+        self._counts.decode_operations += len(times_ns)
+        self._counts.decode_ns += sum(times_ns)
 
     def reset(self) -> None:
         self._counts = StepCounts()
