@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from service.caches.admission import MAX_WAITING_PER_CACHE, Limits
 from service.caches.machine import CacheMachine
 from service.caches.records import CacheCreated
 from service.caches.requests import Appended, Fork, Handles, Release, Released, Renew, Source
-from service.caches.reservations import MAX_WAITING_PER_CACHE, Limits
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Pool
 
