@@ -225,7 +225,7 @@ class WeightTransfer:
 
     @property
     def _label(self) -> str | None:
-        """The name of the weights that are served; None: no trainer has sent any. Others may be loaded since."""
+        """The name of the weights that are served, maybe loaded by others. None: no trainer sent any."""
         if self._labelled is None:
             return None
         version, label = self._labelled
