@@ -77,9 +77,9 @@ class LocalRun:
     """One run of a batch. Call `run` at most once, and then `close` in any case."""
 
     def __init__(
-        self, dispatcher: Dispatcher, batch: Batch, sink: ChunkSink, *, least_lease_s: float = 0.0
+        self, dispatcher: Dispatcher, batch: Batch, sink: ChunkSink, lease_s: float | None = None
     ) -> None:
-        """`least_lease_s`: the least lease of a kept batch's caches. A slow reader delays their next use."""
+        """`lease_s`: of new caches. None: that of calls that give none."""
         self._dispatcher = dispatcher
         self._batch = batch
         self._sink = sink
@@ -88,7 +88,7 @@ class LocalRun:
         self._request_id = current_request_id()
         self._caches = BatchCaches(dispatcher, batch)
         self._tenant = batch.tenant or Tenant()
-        self._lease_s = max(batch.keep_s, least_lease_s) if batch.keep_s else None
+        self._lease_s = lease_s
         if batch.keep_s:
             sink.on_release(self._caches.stop_keeping)
         # The tasks that may take a step: what each awaits, and its result.

@@ -9,6 +9,7 @@ import math
 import random
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -414,6 +415,26 @@ def test_what_is_kept_and_was_read_to_its_end_holds_no_cache(tiny_gateway: Gatew
     # It can be read again all the same.
     assert go_on(tiny_gateway, request, {}) == {key: tokens(chunks) for key, chunks in whole.items()}
     end(tiny_gateway, request)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_caches_that_nobody_can_continue_are_soon_gone_if_the_server_is_killed(
+    tiny_gateway: GatewayProcess, is_kept: bool
+) -> None:
+    """Before, they took places for half an hour, as those that a client may still resume."""
+    request = kept("lease", *long_items()) if is_kept else runner_pb2.ExecuteRequest(items=long_items())
+    listed, before = pb.ListCachesRequest(), tiny_gateway.status().caches
+    leases_s: list[float] = []
+    while not leases_s:
+        call = tiny_gateway.runner.Execute(request, timeout=PATIENCE_S)
+        next(call)
+        handles = tiny_gateway.stub.ListCaches(listed, timeout=PATIENCE_S).kv_caches
+        leases_s = [handle.expire_time.ToNanoseconds() / 1e9 - time.time() for handle in handles]
+        call.cancel()
+    if is_kept:
+        end(tiny_gateway, request)
+    tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
+    assert [lease_s > 600 for lease_s in leases_s] == [is_kept] * len(leases_s)
 
 
 def test_an_execution_goes_on_after_kills_and_an_orderly_restart(

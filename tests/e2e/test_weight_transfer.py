@@ -103,6 +103,17 @@ def test_they_are_served_as_if_loaded(gateway: HttpGateway, models: list[Path], 
     assert call(gateway, "/weight_info") == (200, {"weight_version": "step 7"})
 
 
+def test_weights_that_an_operator_loads_have_no_name_of_the_trainer(
+    gateway: HttpGateway, models: list[Path]
+) -> None:
+    with joined(address_of(gateway)) as trainer:
+        trainer.call("/start_weight_update")
+        trainer.update(weights_of(models[1]))
+        served = trainer.call("/finish_weight_update", {"weight_version": "step 8"})["weights_version"]
+    replace(gateway, models[2])
+    assert call(gateway, "/weight_info") == (200, {"weight_version": str(served + 1)})
+
+
 def test_the_steps_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
     """Later ones do not say once more which tensors there are, as those of vLLM's trainers."""
     halved = tmp_path / "halved"
