@@ -141,18 +141,32 @@ async def test_with_normal_commits_are_synced_soon(
         ("full", "os.fdatasync"),
     ],
 )
+@pytest.mark.parametrize("cut_back", [True, False])
 async def test_a_failed_write_is_told_and_the_next_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException, sync: Sync
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    error: BaseException,
+    sync: Sync,
+    cut_back: bool,
 ) -> None:
-    """Before or after the frame is written, on the event loop or on the thread."""
+    """Before or after the frame is written, on the event loop or on the thread.
+
+    It is not there after a crash, although it may not be cut off again.
+    """
 
     def fail(*_: object) -> None:
         raise error
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
 
     with contextlib.closing(open_journal(tmp_path, sync)) as journal:
         assert await commit(journal, created(1))
         with monkeypatch.context() as patched:
             patched.setattr(f"service.journal.segment_writer.{step}", fail)
+            if not cut_back:
+                patched.setattr(os, "ftruncate", broken)
             assert not await commit(journal, created(2))
         shutil.copytree(tmp_path / JOURNAL, tmp_path / "crashed" / JOURNAL)
         assert await commit(journal, created(3))
