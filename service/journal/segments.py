@@ -114,9 +114,9 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """The segments in the directory of a journal, in order. Raises OSError."""
-    names = (path.stem for path in directory.glob(f"*{_SUFFIX}"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    """The segments in the directory of a journal, in order; no files of other names. Raises OSError."""
+    found = (path for path in directory.glob(f"*{_SUFFIX}") if path.stem.isdecimal())
+    return sorted(int(path.stem) for path in found if path == segment_path(directory, int(path.stem)))
 
 
 def header_of(journal: bytes, number: int) -> bytes:

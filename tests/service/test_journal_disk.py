@@ -501,6 +501,15 @@ async def test_segments_that_are_not_those_that_were_written_are_refused(
         recovered(tmp_path / "data")
 
 
+@pytest.mark.parametrize("name", ["1.log", "9.log", "00000000000.log", "\u0663.log", "notes.log", "foreign"])
+async def test_a_foreign_file_is_left_alone(tmp_path: Path, name: str) -> None:
+    """Before, one with a number as its name was taken for a segment, and each start refused the journal."""
+    states, foreign = await filled(tmp_path), tmp_path / "data" / JOURNAL / name
+    foreign.write_text("foreign")
+    assert facts(recovered(tmp_path / "data")) == states[-1]
+    assert foreign.read_text() == "foreign"
+
+
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in ("file", "file/journal"):
