@@ -86,6 +86,7 @@ COMMANDS = {
     "useradd": OTHER_HOSTS,
     "install -m 644 deploy/systemd": OTHER_HOSTS,
     "pip install": DOWNLOADS,
+    "uvx": DOWNLOADS,
     "npm ci": DOWNLOADS,
     "npm run": "tests/client/test_node.py, where node and its packages are installed",
     "node examples": "tests/client/test_node.py, where node and its packages are installed",

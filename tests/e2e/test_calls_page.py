@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,18 @@ from tests.grpcurl import GRPCURL, needs_grpcurl
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "calls.md"
 ADDRESS = "127.0.0.1:50051"
+# A plugin of protoc and buf, which writes the packages of the files for Go and Java.
+OPTIONS_PLUGIN = """
+import json, os, sys
+from google.protobuf.compiler import plugin_pb2
+
+request = plugin_pb2.CodeGeneratorRequest.FromString(sys.stdin.buffer.read())
+files = [file.options for file in request.proto_file if file.name in request.file_to_generate]
+answer = plugin_pb2.CodeGeneratorResponse(supported_features=1)
+content = json.dumps([(options.go_package, options.java_package) for options in files])
+answer.file.add(name=os.path.basename(sys.argv[0]) + ".json", content=content)
+sys.stdout.buffer.write(answer.SerializeToString())
+"""
 BIN = Path(sys.executable).parent
 BUF = [str(BIN / "buf"), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
@@ -224,11 +237,41 @@ def test_the_protos_need_nothing_else(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    generated = {path.name for path in (tmp_path / "gen").rglob("*_pb2.py")}
-    names = ("admin", "executor", "runner", "types", "status", "error_details")
-    assert generated == {f"{name}_pb2.py" for name in names}
+    generated = {path.stem: path.read_text() for path in (tmp_path / "gen").rglob("*_pb2.py")}
+    assert {"admin_pb2", "executor_pb2", "runner_pb2", "types_pb2", "status_pb2"} <= set(generated)
+    imports = re.findall(
+        r"^from (?:quire.v1|google.rpc) import (\w+)", "\n".join(generated.values()), re.MULTILINE
+    )
+    assert set(imports) <= set(generated), "they can be imported"
     assert (tmp_path / "gen" / "quire.binpb").stat().st_size
     assert (tmp_path / "gen" / "quire" / "v1" / "executor_pb2.pyi").exists()
+
+
+def test_buf_names_the_package_that_go_needs(tmp_path: Path) -> None:
+    """By the file that docs/clients.md shows, with plugins that print what those of Go and Java read."""
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "buf.gen.yaml").write_text(textwrap.dedent(shown))
+    for name in ("protoc-gen-go", "protoc-gen-go-grpc"):
+        plugin = tmp_path / name
+        plugin.write_text(f"#!{sys.executable}\n{OPTIONS_PLUGIN}")
+        plugin.chmod(0o755)
+    command = [
+        str(BIN / "buf"),
+        "generate",
+        str(ROOT / "protos"),
+        "--path",
+        str(ROOT / "protos" / "quire" / "v1"),
+    ]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    packages = json.loads((tmp_path / "gen" / "protoc-gen-go.json").read_text())
+    assert len(packages) == len([*(ROOT / "protos" / "quire" / "v1").glob("*.proto")])
+    assert {go for go, _ in packages} == {"example.com/me/gen/quire/v1;quirev1"}
+    assert all(java for _, java in packages)
 
 
 @pytest.mark.parametrize("module", [status_pb2, error_details_pb2], ids=["status", "error_details"])
