@@ -18,6 +18,7 @@ import pytest
 
 from service.text.task_process import TaskFailed, TaskProcess
 from service.text.tasks import TaskKind
+from tests.service.served import turns_of
 
 HOSTILE = TaskKind(
     "tests.service.text.hostile_process",
@@ -49,25 +50,16 @@ async def test_a_large_result_does_not_keep_the_event_loop(process: TaskProcess)
     result = b"x" * 1_000_000
     await process.run(b"echo a")
     left = len(result).to_bytes(4, "big") + result
-    turns = 0
 
     async def sock_recv(_socket: socket.socket, size: int) -> bytes:
         nonlocal left
         part, left = left[:size], left[size:]
         return part
 
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "sock_recv", sock_recv)
-        assert await process.run(b"echo a") == result
-    counting.cancel()
-    assert turns > 10
+        found, turns = await turns_of(process.run(b"echo a"))
+    assert found == result and turns > 10
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def raw(method: str, path: str, body: dict[str, Any]) -> bytes:
 
 async def begin(served: Server, request: bytes, reads: int) -> Any:
     """A connection whose request is sent, and the first so many bytes of the answer read."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 10)
+    reader, writer = await served.connect()
     writer.write(request)
     await asyncio.wait_for(reader.readexactly(reads), TIMEOUT_S)
     return reader, writer
