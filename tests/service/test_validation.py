@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,11 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
 from service import errors
-from service.api import validation
-from service.api.request_limits import RequestLimits
+from service.api import request_limits, validation
+from service.api.request_limits import Experts, RequestLimits
 from service.api.status import to_status
+from service.api.verify_rows import check_verify_rows
+from service.errors import InvalidArgument
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
@@ -236,3 +240,54 @@ def test_a_batch_has_items_and_no_more_than_can_be_answered() -> None:
     few = RequestLimits(VOCAB, 1 << 20, max_items=10)
     assert refusal(validation.check_batch, [None] * 10, few) is None
     assert refusal(validation.check_batch, [None] * 11, few) == ("TOO_MANY_ITEMS", "items")
+
+
+MANY = 1_000_000
+
+
+def test_a_draft_of_too_many_tokens_is_refused_before_it_is_read() -> None:
+    """Reading some millions takes a second, in which nobody else is served."""
+    draft = types_pb2.DraftProbabilities(token_ids=[1] * MANY, probabilities=[1.0] * MANY)
+    rows = [types_pb2.VerifyRow(draft=draft), types_pb2.VerifyRow()]
+    request = executor_pb2.ForwardVerifyRequest(
+        cache_id="x", token_ids=[1, 2], rows=rows, accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE
+    )
+    tracemalloc.start()
+    before_bytes = 0
+    try:
+        # The first one imports what it needs.
+        for _ in range(2):
+            tracemalloc.reset_peak()
+            before_bytes = tracemalloc.get_traced_memory()[0]
+            with pytest.raises(InvalidArgument, match="must be 1 to 4096 different tokens"):
+                check_verify_rows(request, RequestLimits(100, 1 << 20))
+        assert tracemalloc.get_traced_memory()[1] - before_bytes < MANY
+    finally:
+        tracemalloc.stop()
+
+
+LAYERS, PER_TOKEN = 3, 4
+
+
+@pytest.mark.parametrize("count", [8, 255, 257])
+def test_the_first_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """In whatever block it is. Rows are right unless an expert is unknown or occurs twice."""
+    monkeypatch.setattr(request_limits, "_BLOCK_ROWS", 5)
+    described = types_pb2.ModelDescription(moe_layers=LAYERS, num_experts=count, experts_per_token=PER_TOKEN)
+    model, dice = Experts(described), random.Random(count)
+    width = 1 if count <= 256 else 2
+    for tokens in range(1, 12):
+        rows = [dice.sample(range(count), PER_TOKEN) for _ in range(tokens * LAYERS)]
+
+        def check() -> None:
+            data = b"".join(one.to_bytes(width, "little") for row in rows for one in row)  # noqa: B023
+            model.check_replay(data, 0, tokens)  # noqa: B023
+
+        check()
+        token, layer = divmod(dice.randrange(len(rows)), LAYERS)
+        place, other = dice.sample(range(PER_TOKEN), 2)
+        row = rows[token * LAYERS + layer]
+        for wrong, text in (row[other], "occurs more than once"), (count, f"expert {count} of {count}"):
+            row[place] = wrong
+            with pytest.raises(InvalidArgument, match=f"{text}, in layer {layer} .* token {token}"):
+                check()
