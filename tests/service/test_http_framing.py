@@ -14,13 +14,13 @@ import pytest
 
 from service.extensions.http import framing
 from tests.service import metrics_server
-from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, raw_request, serving
+from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, raw_chat, serving
 from tests.service.served import HttpPort
 
 HOST = b"Host: localhost\r\n"
 # A request for a chat, and what stands before other bodies of one.
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
-BODY = raw_request().partition(b"\r\n\r\n")[2]
+BODY = raw_chat().partition(b"\r\n\r\n")[2]
 LAST = b"Connection: close\r\n"
 # A request that must never be seen: it stands in the body of another.
 HIDDEN = b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -149,7 +149,7 @@ async def test_chunks_may_be_small_but_not_many(openai: HttpPort, spaces: int, s
 async def test_whole_requests_on_one_connection_are_answered_in_turn(openai: HttpPort) -> None:
     chunked = CHAT + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
     last = b"GET /health HTTP/1.1\r\n" + LAST + HOST + b"\r\n"
-    assert (await openai.send(chunked + raw_request() + last)).count(b"HTTP/1.1 200 ") == 3
+    assert (await openai.send(chunked + raw_chat() + last)).count(b"HTTP/1.1 200 ") == 3
 
 
 @pytest.mark.parametrize("split_bytes", [1 << 30, 1000])

@@ -42,26 +42,6 @@ def refusal_of(output: types_pb2.OutputOptions, limits: RequestLimits = LIMITS) 
     return refusal(validation.check_output, output, limits, 1)
 
 
-@pytest.mark.parametrize(
-    ("field", "most", "make"),
-    [
-        ("top_logprobs", 1024, lambda count: {"top_logprobs": count}),
-        ("logprob_token_ids", 4096, lambda count: {"logprob_token_ids": range(count)}),
-        (
-            "sampling.logit_bias",
-            1024,
-            lambda count: {"sampling": {"logit_bias": dict.fromkeys(range(count), 1)}},
-        ),
-        ("hidden.layers", 8, lambda count: {"hidden": {"layers": range(1, count + 1)}}),
-    ],
-)
-def test_lists_are_limited(field: str, most: int, make: Callable[[int], dict[str, Any]]) -> None:
-    limits = RequestLimits(5000, 1 << 30, hidden_size=8, num_layers=20)
-    assert refusal_of(types_pb2.OutputOptions(**make(most)), limits) is None
-    found = refusal_of(types_pb2.OutputOptions(**make(most + 1)), limits)
-    assert found is not None and found[1] == f"output.{field}"
-
-
 # The ranges as types.proto states them: lowest, whether that is allowed, highest, whether that is allowed.
 RANGES = {
     "temperature": (0.0, True, 100.0, True),

@@ -1,4 +1,4 @@
-"""A sample's chunks: its text is that of its tokens, and ends where its first stop text begins."""
+"""A sample's chunks: its text ends where its first stop text begins, and some tokens may not follow."""
 
 from __future__ import annotations
 
@@ -34,14 +34,6 @@ def run(made: SampleSpec, ids: Sequence[int]) -> Iterator[runner_pb2.SampleChunk
         if sample.is_finished:
             return
     yield sample.complete()
-
-
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "metaspace"])
-@given(data=st.data())
-def test_the_text_of_any_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
-    tokenizer = kind(name)
-    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
-    assert "".join(chunk.text for chunk in run(spec(name), ids)) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])

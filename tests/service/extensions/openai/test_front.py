@@ -92,6 +92,18 @@ class FakeRuntime:
             self.running -= 1
 
 
+class Waiting(FakeRuntime):
+    """Says yes when it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(self._say_yes)
+        self.may_continue = asyncio.Event()
+
+    async def _say_yes(self, batch: Batch, sink: ChunkSink) -> None:
+        await self.may_continue.wait()
+        await generate_yes(batch, sink)
+
+
 class Server(HttpPort):
     """A running HTTP server, and clients of it."""
 
@@ -164,11 +176,15 @@ async def serving(
         assert runtime.running == 0
 
 
-def raw_request(**settings: Any) -> bytes:
-    """A chat request as HTTP bytes."""
-    body = json.dumps({"model": "m", "messages": QUESTION, **settings})
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+def raw_request(path: str, method: str = "POST", **fields: Any) -> bytes:
+    """A request as HTTP bytes."""
+    body = json.dumps(fields)
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def raw_chat(**settings: Any) -> bytes:
+    return raw_request("/v1/chat/completions", model="m", messages=QUESTION, **settings)
 
 
 def chunk(text: str = "", **fields: Any) -> runner_pb2.SampleChunk:
@@ -340,7 +356,7 @@ async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> N
     runtime = FakeRuntime(generate)
     async with serving(runtime, message_timeout_s=0.5) as served:
         reader, writer = await served.connect()
-        writer.write(raw_request(stream=is_stream))
+        writer.write(raw_chat(stream=is_stream))
         await reader.readexactly(12)
         # The response is not read, so the connection is reset in the middle of it.
         await until(lambda: not served.front.server.connections)
@@ -350,13 +366,7 @@ async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> N
 
 
 async def test_limits_on_requests_and_connections() -> None:
-    may_continue = asyncio.Event()
-
-    async def generate(batch: Batch, sink: ChunkSink) -> None:
-        await may_continue.wait()
-        await generate_yes(batch, sink)
-
-    runtime = FakeRuntime(generate)
+    runtime = Waiting()
     async with serving(runtime, max_connections=3) as served, served.client() as client:
         first = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
         await until(lambda: runtime.running == 1)
@@ -365,7 +375,7 @@ async def test_limits_on_requests_and_connections() -> None:
         assert caught.value.code == "session_limit"
         silent = [await served.connect() for _ in range(6)]
         await until(lambda: len(served.front.server.connections) <= 3)
-        may_continue.set()
+        runtime.may_continue.set()
         assert (await first).choices[0].message.content == "yes", "earlier connections stay open"
         for _, writer in silent:
             writer.close()
@@ -397,9 +407,7 @@ async def test_a_client_that_disconnects_ends_what_is_made_of_its_messages(
     async with serving(FakeRuntime(generate_yes, "local"), texts=texts) as served:
         running = served.state.budgets.http
         _, writer = await served.connect()
-        body = json.dumps({"messages": QUESTION}).encode()
-        head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(raw_request("/tokenize", messages=QUESTION))
         await until(lambda: running.used == 1)
         writer.close()
         await until(lambda: running.used == 0)
@@ -424,7 +432,7 @@ async def statuses(port: int, trusted: Authority, certificate: Pair | None, requ
     return [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]
 
 
-LAST_REQUEST = raw_request().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+LAST_REQUEST = raw_chat().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
 
 
 async def test_tls_settings_are_the_gateways(tmp_path: Path) -> None:
@@ -516,25 +524,19 @@ def reader_of(max_body_bytes: int, max_bytes: int) -> BodyReader:
 
 
 async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
-    may_continue = asyncio.Event()
-
-    async def generate(batch: Batch, sink: ChunkSink) -> None:
-        await may_continue.wait()
-        await generate_yes(batch, sink)
-
-    runtime = FakeRuntime(generate)
+    runtime = Waiting()
     async with serving(runtime, max_unread_bytes=80_000, max_request_bytes=20_000) as served:
         bodies = served.state.budgets.bodies
         connections = [await served.connect() for _ in range(4)]
         try:
             for index, (_, writer) in enumerate(connections):
-                writer.write(raw_request(user="x" * 12_000))
+                writer.write(raw_chat(user="x" * 12_000))
                 await until(lambda index=index: runtime.running == min(index + 1, 3))  # type: ignore[misc]
             reader, _ = connections[3]
             answer = await asyncio.wait_for(reader.readuntil(b"}}"), TIMEOUT_S)
             assert answer.startswith(b"HTTP/1.1 429") and b"arriving_full" in answer
             assert b"retry-after" in answer and 36_000 < bodies.used <= 40_000
-            may_continue.set()
+            runtime.may_continue.set()
             for reader, _ in connections[:3]:
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             await until(lambda: bodies.used == 0)
@@ -615,7 +617,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_has_arrived(is_anno
     async with serving(FakeRuntime(generate_yes), max_request_bytes=20_000, message_timeout_s=1) as served:
         reader, writer = await served.connect()
         try:
-            head, _, body = raw_request(user="x" * 30_000).partition(b"\r\n\r\n")
+            head, _, body = raw_chat(user="x" * 30_000).partition(b"\r\n\r\n")
             if is_announced:
                 writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
             else:
