@@ -136,13 +136,6 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
 
 
-async def test_a_client_that_resumes_gets_the_finished_execution() -> None:
-    served = executions(FakeRuntime("local"), max_queued_operations=1)
-    await ended(served.open(request("a"), None, None))
-    await ended(served.open(request("a"), None, None))
-    served.open(request("b"), None, None)
-
-
 async def test_a_lost_execution_is_not_resumed_by_another_runtime() -> None:
     local, other = FakeRuntime("local"), FakeRuntime("other")
     served = executions(local, other)
@@ -287,7 +280,7 @@ async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None
 
 async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:
     """It compares the requests, which may be large. Calls in flight may be those of the execution itself."""
-    served = executions(FakeRuntime("local"))
+    served = executions(FakeRuntime("local"), max_queued_operations=1)
     await ended(served.open(request("a"), alice, None))
     alice.quota = Quota(max_per_s=2, max_in_flight=0)
     for _ in range(2):

@@ -15,7 +15,7 @@ from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from tests.error_details import status_reason
-from tests.service.runtimes.test_local_run import Reader, SlowJournal, prepared, run_to_end, whole_text
+from tests.service.runtimes.test_local_run import Reader, prepared, run_to_end, whole_text
 from tests.sim.harness import Gateway
 
 
@@ -37,8 +37,7 @@ class KeptBatch:
     """A gateway and a kept batch."""
 
     def __init__(self, *items: PreparedItem, keep_s: float = 1000.0) -> None:
-        self.journal = SlowJournal()
-        self.gateway = Gateway(journal=self.journal)
+        self.gateway = Gateway()
         self.items = items
         asked = [runner_pb2.ExecuteItem(item_id=one.spec.item_id, n=one.num_samples) for one in items]
         self.batch = Batch("key", None, asked, keep_s=keep_s)

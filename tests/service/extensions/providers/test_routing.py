@@ -198,17 +198,12 @@ async def test_policies(routing: Routing, runtimes: list[FakeRuntime], taken: st
     assert started.runtime == taken and started.reason
 
 
-async def test_a_full_runtime_rejects_if_configured() -> None:
-    router = RoutingRouter([FakeRuntime("a", wait_s=2), FakeRuntime("b")], Routing(when_full="reject"))
-    _, found = await executed(router, *items("x"))
-    assert status_reason(found["x", 0].error) == "BACKPRESSURE"
-
-
-async def test_a_full_runtime_queues_if_configured() -> None:
-    only = FakeRuntime("a", wait_s=2, failures={"y": NoWorker()})
+@pytest.mark.parametrize(("when_full", "reason"), [("reject", "BACKPRESSURE"), ("queue", "")])
+async def test_a_full_runtime_rejects_or_queues_if_configured(when_full: Any, reason: str) -> None:
     other = FakeRuntime("b")
-    _, found = await executed(RoutingRouter([only, other], Routing(when_full="queue")), *items("x", "y"))
-    assert found["x", 0].text == "a" and found["y", 0].HasField("error") and not other.asked
+    router = RoutingRouter([FakeRuntime("a", wait_s=2), other], Routing(when_full=when_full))
+    _, found = await executed(router, *items("x"))
+    assert status_reason(found["x", 0].error) == reason and not other.asked
 
 
 @pytest.mark.parametrize(
