@@ -74,6 +74,12 @@ class GatewayProcess(gateway_process.GatewayProcess):
         assert self.channel is not None
         return admin_pb2_grpc.AdminServiceStub(self.channel)
 
+    @property
+    def http_port(self) -> int:
+        """Of a server that has --openai-listen."""
+        records = (record for record in self.records() if record.get("event") == "listening for HTTP")
+        return int(str(next(records)["listen"]).rpartition(":")[2])
+
     def kill(self) -> None:
         """The gateway alone: workers may outlive it."""
         self.process.kill()

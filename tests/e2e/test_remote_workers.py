@@ -73,7 +73,7 @@ class Pool:
 
 
 def make_certificates(directory: Path) -> Path:
-    with quire_command.run("pool", "init", str(directory)) as made:
+    with quire_command.start("pool", "init", str(directory)) as made:
         assert made.wait(TIMEOUT_S) == 0
     return directory
 

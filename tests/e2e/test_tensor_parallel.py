@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 
 from tests import quire_command
-from tests.gateway_process import ROOT, GatewayProcess
+from tests.gateway_process import GatewayProcess
 
 ANSWER_TIMEOUT_S = 60
 PROMPT = [1, 2, 10, 3, 4]
@@ -54,8 +53,7 @@ def continued(gateway: GatewayProcess, cache: pb.PrefillResponse, count: int) ->
 
 def test_it_reads_the_sum(gateway: GatewayProcess) -> None:
     group_of(gateway)
-    command = quire_command.command("generate", "12+34=", "--target", gateway.address)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    done = quire_command.run("generate", "12+34=", "--target", gateway.address)
     assert done.stdout.strip() == "46", done.stderr
 
 
