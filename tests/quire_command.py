@@ -40,12 +40,12 @@ def soak(name: str, *flags: str, timeout_s: float) -> subprocess.CompletedProces
     )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def completed(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs it until it ends. Returns its status and what it prints."""
     return programs.run(*command(*arguments), env=environment(ROOT), cwd=ROOT)
 
 
-def start(*arguments: str, **settings: str) -> subprocess.Popen[str]:
+def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:
     """Starts it, with our environment but for its settings, and `settings`."""
     return subprocess.Popen(
         command(*arguments),

@@ -111,7 +111,7 @@ def test_tls_from_the_command_line(tmp_path: Path) -> None:
 
     with Encrypted(model="adder", flags=flags) as gateway:
         show = ["--ca", str(authority.cert), "--cert", str(alice.cert), "--key", str(alice.key)]
-        done = quire_command.run("generate", "--target", gateway.address, *show, "12+34=")
+        done = quire_command.completed("generate", "--target", gateway.address, *show, "12+34=")
         assert (done.returncode, done.stdout) == (0, "46\n"), done.stderr
-        refused = quire_command.run("generate", "--target", gateway.address, *show[:2], "1+1=")
+        refused = quire_command.completed("generate", "--target", gateway.address, *show[:2], "1+1=")
         assert refused.returncode == 1

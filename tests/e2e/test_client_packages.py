@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
-from tests.e2e.test_adapters import Text
+from tests.e2e.greedy import Text
 from tests.expert_routing import library_experts
 from tests.families import settings_of
 from tests.gateway_process import ROOT, GatewayProcess

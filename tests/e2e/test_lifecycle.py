@@ -34,7 +34,7 @@ def test_the_gateway_is_small(shipped_gateway: GatewayProcess) -> None:
 
 def test_a_second_server_on_the_same_port_fails(shipped_gateway: GatewayProcess) -> None:
     flags = ["--no-self-check", "--listen", shipped_gateway.address, "--model", "paged-attention"]
-    done = quire_command.run("serve", *flags)
+    done = quire_command.completed("serve", *flags)
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
     assert shipped_gateway.status().state == pb.SERVER_STATE_SERVING
@@ -104,7 +104,7 @@ def test_draining_finishes_what_has_begun() -> None:
             assert port.get("/readyz") == (503, "draining\n")
             assert port.get("/healthz") == (200, "ok\n")
             # The lame-duck delay: still taken.
-            late = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]), timeout=100)
+            late = gateway.prefill([1])
             assert late.kv_cache.seq_len == 1
             assert call.result().kv_cache.seq_len == len(prompt)
             assert lane.take(1)[1].prefill.kv_cache.seq_len == len(prompt) - 1

@@ -26,7 +26,7 @@ Make = Callable[[Path], Flags]
 
 
 def started(*flags: str) -> subprocess.CompletedProcess[str]:
-    return quire_command.run("serve", "--listen", "127.0.0.1:0", *flags)
+    return quire_command.completed("serve", "--listen", "127.0.0.1:0", *flags)
 
 
 def quantised(kind: str, *flags: str) -> Make:

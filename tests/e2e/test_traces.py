@@ -125,7 +125,7 @@ def test_the_last_spans_arrive_when_the_server_stops() -> None:
         with GatewayProcess(
             model="paged-attention", flags=["--otlp-endpoint", collector.endpoint]
         ) as gateway:
-            gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]))
+            gateway.prefill([1])
             assert not collector.spans()
             gateway.process.send_signal(signal.SIGTERM)
             assert gateway.process.wait(60) == 0

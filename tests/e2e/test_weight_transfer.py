@@ -21,7 +21,7 @@ from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
 from tests.e2e.broadcasting_trainer import TIMEOUT_S, Trainer, joined
-from tests.e2e.test_adapters import Text
+from tests.e2e.greedy import Text
 from tests.e2e.test_auth import Guarded
 from tests.e2e.test_replace_weights import described, replace
 from tests.e2e.test_upload_weights import kept

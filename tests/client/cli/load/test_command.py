@@ -126,7 +126,7 @@ def test_ctrl_c_ends_it_with_the_report_of_what_there_is(gateway: GatewayProcess
         "session",
         *endless,
     )
-    with quire_command.start("load", *arguments) as process:
+    with quire_command.run("load", *arguments) as process:
         # Whoever asks for the second token has the first.
         gateway.wait_until(lambda: decoded(gateway) > before)
         process.send_signal(signal.SIGINT)
