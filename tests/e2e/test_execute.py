@@ -22,7 +22,6 @@ import quire
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 from quire.v1 import admin_pb2, runner_pb2, types_pb2
-from quire.v1 import executor_pb2 as pb
 
 from tests.error_details import refused, status_reason
 from tests.gateway_process import GatewayProcess
@@ -70,15 +69,12 @@ def driven(
     gateway: GatewayProcess, prompt: Sequence[int], count: int, output: types_pb2.OutputOptions
 ) -> list[types_pb2.StepOutput]:
     """What a client's own loop of Decodes gets."""
-    stub = gateway.stub
-    answer = stub.Prefill(pb.PrefillRequest(token_ids=prompt, output=output), timeout=PATIENCE_S)
-    cache, outputs = answer.kv_cache, [answer.output]
+    answer = gateway.prefill(prompt, output=output)
+    cache_id, outputs = answer.kv_cache.cache_id, [answer.output]
     for position in range(len(prompt), len(prompt) + count - 1):
-        request = pb.DecodeRequest(
-            cache_id=cache.cache_id, token_id=outputs[-1].token_id, position=position, output=output
-        )
-        outputs.append(stub.Decode(request, timeout=PATIENCE_S).output)
-    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache.cache_id), timeout=PATIENCE_S)
+        step = gateway.decode(cache_id, outputs[-1].token_id, position=position, output=output)
+        outputs.append(step.output)
+    gateway.release(cache_id)
     return outputs
 
 
@@ -405,16 +401,6 @@ def test_what_is_kept_can_be_ended(tiny_gateway: GatewayProcess) -> None:
     assert {chunks[-1].finish_reason for chunks in seen.values()} == {runner_pb2.FINISH_REASON_CANCELLED}
     assert not tiny_gateway.runner.CancelExecution(cancel, timeout=PATIENCE_S).cancelled
     tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
-
-
-def test_what_is_kept_and_was_read_to_its_end_holds_no_cache(tiny_gateway: GatewayProcess) -> None:
-    before = tiny_gateway.status().caches
-    request = kept("read", *long_items())
-    whole = gather(tiny_gateway.runner.Execute(request, timeout=PATIENCE_S))
-    tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
-    # It can be read again all the same.
-    assert go_on(tiny_gateway, request, {}) == {key: tokens(chunks) for key, chunks in whole.items()}
-    end(tiny_gateway, request)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
