@@ -21,7 +21,7 @@ import pytest
 import quire
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
-from quire.v1 import admin_pb2, runner_pb2, types_pb2
+from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 
 from tests.error_details import refused, status_reason
 from tests.gateway_process import GatewayProcess
@@ -409,7 +409,7 @@ def test_caches_that_nobody_can_continue_are_soon_gone_if_the_server_is_killed(
 ) -> None:
     """Before, they took places for half an hour, as those that a client may still resume."""
     request = kept("lease", *long_items()) if is_kept else runner_pb2.ExecuteRequest(items=long_items())
-    listed, before = pb.ListCachesRequest(), tiny_gateway.status().caches
+    listed, before = executor_pb2.ListCachesRequest(), tiny_gateway.status().caches
     leases_s: list[float] = []
     while not leases_s:
         call = tiny_gateway.runner.Execute(request, timeout=PATIENCE_S)
