@@ -1,11 +1,11 @@
 """Prompts with a common prefix that arrive together: the common pages are computed once.
 
-The prefix cache only has complete pages. A forward that arrives while a page is being computed does not find
-it, and would compute it too. So each forward registers which page it fills next. Another one that needs the
+The prefix cache has only complete pages. A forward that arrives while a page is being computed does not find
+it, and would compute it, too. So each forward registers which page it fills next. Another one that needs the
 same page waits until the first has computed their common tokens, and then finds the pages.
 
-No forward waits for one of lower priority, which may not be scheduled for long. A forward that waits has not
-begun, and one that is waited for has: so there are no cycles.
+No forward waits for one of lower priority, which may not be scheduled for a long time. A forward that waits
+has not begun, and one that is waited for has. So there are no cycles.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class PrefixWaits:
 
     def __init__(self, kv_table: KvTable) -> None:
         self._kv_table = kv_table
-        # By the digest of the page, which covers all tokens up to its end.
+        # By the digest of the page, which depends on all tokens up to its end.
         self._filling: dict[bytes, Forward] = {}
 
     def progressed(self, forward: Forward) -> None:
-        """Note that a forward has begun, or that some of it was computed."""
+        """Note that a forward has begun, or that a part of it was computed."""
         self.finished(forward)
         page_size = self._kv_table.page_size
         if forward.remaining < page_size or forward.parents:
@@ -40,7 +40,7 @@ class PrefixWaits:
             forward.filling_digest = digest
 
     def finished(self, forward: Forward) -> None:
-        """Note that no further page of a forward is computed."""
+        """Note that a forward fills no further page."""
         if forward.filling_digest is not None:
             del self._filling[forward.filling_digest]
             forward.filling_digest = None
