@@ -402,7 +402,7 @@ class LocalRun:
     def _take(self, item: PreparedItem, sample: Sample, appended: Appended) -> tuple[int, int]:
         """Takes the token that was chosen, or several. Returns the last one, and its position."""
         sample.cache_id = appended.cache_id
-        # Those behind a draft's first wrong token are not kept.
+        # Outputs after the first wrong draft token are not kept.
         outputs = done_of(appended).outputs[: appended.kept]
         for position, output in enumerate(outputs, appended.seq_len - len(outputs) + 1):
             if sample.catching_up is not None:

@@ -34,7 +34,7 @@ from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
 from service.text.output_formats import MAX_HEAD_CHARACTERS, Arguments, OutputFormats, Pattern, ToolFormat
 
 MAX_ARGUMENT_CHARACTERS = 1 << 20
-# Of an object that is not known to be a call yet, which is held back.
+# The most characters of an object that are held back until it is known whether it is a call.
 _MAX_HELD_CHARACTERS = 1 << 16
 # What is read again in all, behind markers of sections without a call. Further ones are content at once, so
 # that the time grows with the length of an answer, and the end of a section takes some milliseconds.
@@ -48,7 +48,7 @@ _CALL_OBJECT = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
 _MESSAGE = "<|message|>"
-# Those of all formats, which are made once.
+# The patterns of all formats, made once.
 _pattern = functools.cache(Pattern)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]+)")
 
@@ -116,7 +116,7 @@ class OutputParser:
         self.num_calls = 0
         self.is_thinking = is_thinking
         self._parts: list[Part] = []
-        # Those held back, and those before the call that has begun last.
+        # Spaces that are held back, and those before the call that began last.
         self._spaces = self._spaces_before = ""
         # Whether spaces at the beginning of the next text are dropped.
         self._drops_spaces = is_thinking and not goes_on
@@ -183,7 +183,7 @@ class OutputParser:
     def _unread(self, num_characters: int) -> None:
         """The last characters are read again next."""
         if num_characters <= self._ahead_from:
-            # They came from there.
+            # They were taken from there.
             self._ahead_from -= num_characters
         else:
             again = "".join(self._read_text[-num_characters:])
@@ -245,7 +245,7 @@ class OutputParser:
     def _thoughts(self) -> _Reading:
         assert self._reasoning is not None
         if not (yield from self._text(frozenset((self._reasoning.end,)))):
-            # They may go on in another answer.
+            # They may continue in another answer.
             self._say_spaces()
         self._spaces = ""
         self.is_thinking, self._drops_spaces = False, True
