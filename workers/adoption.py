@@ -36,7 +36,7 @@ def keep_confirmed(engine: Engine, op_id: int, command: AdoptCommand) -> WorkerE
         claim = claims.get(sequence.key)
         if claim is not None and len(sequence) >= claim.length:
             engine.truncate(sequence.key, claim.length)
-            salt = given_salt(engine.kv_table.salt_of(sequence))
+            salt = given_salt(engine.kv_table.prefixes.salt_of(sequence))
             if token_digest(sequence.token_ids.as_array(), salt) == claim.digest:
                 kept.append(sequence.key)
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.adapters.errors import AdapterError
-from workers.executors.errors import KvMissing, NoTrees
+from workers.executors.engine import KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
 from workers.logging import get_logger
 from workers.models.errors import ModelError

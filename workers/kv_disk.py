@@ -131,8 +131,8 @@ class KvDisk:
         recurrent layers, up to the last available state; if that has to be read, it comes last.
         """
         table, pages, forward = self._table, self._pages, waiting.forward
-        where = forward.sequence, forward.position, forward.salt
-        prefix: Iterable[tuple[bytes, bytes]] = table.next_digests(*where, forward.token_ids, reusable)
+        where = table.get(forward.sequence), forward.position, forward.salt
+        prefix: Iterable[tuple[bytes, bytes]] = table.prefixes.digests_at(*where, forward.token_ids, reusable)
         if table.states is not None:
             prefix = self._up_to_state(prefix, table.states)
         absent: list[tuple[bytes, bytes]] = []

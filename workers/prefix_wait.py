@@ -34,7 +34,7 @@ class PrefixWaits:
             # Others cannot reuse a part of a page, nor pages of a token tree, whose tokens may be dropped.
             return
         tokens = forward.token_ids[forward.computed : forward.computed + page_size]
-        digest = self._kv_table.next_digest(forward.kv, tokens)
+        digest = self._kv_table.prefixes.next_digest(forward.kv, tokens)
         if digest is not None and digest not in self._filling:
             self._filling[digest] = forward
             forward.filling_digest = digest
@@ -54,7 +54,7 @@ class PrefixWaits:
         sequence = self._kv_table.get(forward.sequence)
         if sequence is not None and len(sequence) != forward.position:
             return False
-        found, digest = self._kv_table.find_prefix(sequence, forward.salt, forward.token_ids, reusable)
+        found, digest = self._kv_table.prefixes.find(sequence, forward.salt, forward.token_ids, reusable)
         first = self._filling.get(digest) if digest is not None else None
         if first is None or first.priority.value < forward.priority.value:
             return False

@@ -28,19 +28,18 @@ request more, such as logits, choose the next token themselves.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from workers import prelaunched_results
 from workers.adapters.table import AdapterTable
 from workers.decodes import NEVER, NO_DECODES, Column, Decodes, Mask
 from workers.executors.engine import Engine
 from workers.operations import Accept, Forward, Kind
-from workers.outputs import OutputSpec, RowOutput
+from workers.outputs import OutputSpec
+from workers.prelaunched_results import ReadyResults
 from workers.scheduler import Scheduler
 
 # A result that is not requested within this time is dropped. Until then its sequence has an extra token.
@@ -54,17 +53,6 @@ _LONGEST_STEP_NS = _HOLD_REQUEST_NS // 2
 
 # What a request must have to consume a result: position, token, output and prompt_len.
 _Expected = tuple[int, int, OutputSpec, int]
-
-
-class _Ready(NamedTuple):
-    """The result of a prelaunched forward, which was computed at `since_ns`."""
-
-    position: int
-    token_id: int
-    output: RowOutput
-    compute_ns: int
-    batch_items: int
-    since_ns: int
 
 
 class Prelauncher:
@@ -96,8 +84,8 @@ class Prelauncher:
         self._last: dict[int, int] = {}
         # The op id of the prelaunched forward that is queued or running and was not requested yet.
         self.queued: dict[int, int] = {}
-        # The results, in order of their positions. The sequence that has been ready for longest comes first.
-        self.ready: dict[int, deque[_Ready]] = {}
+        # The results.
+        self.ready: ReadyResults = {}
         # Held requests, and until when.
         self.held: dict[int, tuple[Decodes, int]] = {}
         # How long the last prelaunched step took.
@@ -251,18 +239,12 @@ class Prelauncher:
 
     def mark_ready(self, decodes: Decodes, *, go_on: bool) -> None:
         """Keep the results of prelaunched decodes. `go_on`: prelaunch the next ones."""
-        now_ns, sequences = time.monotonic_ns(), decodes.sequences
-        for sequence in sequences:
+        for sequence in decodes.sequences:
             del self.queued[sequence]
-        of_results = [Column.POSITION, Column.CHOSEN, Column.COMPUTE_NS, Column.BATCH_ITEMS]
-        positions, tokens, compute_ns, items = decodes.columns[of_results].tolist()
-        outputs = decodes.row_outputs or map(RowOutput, tokens)
-        results = map(_Ready, positions, tokens, outputs, compute_ns, items, repeat(now_ns))
-        for sequence, result in zip(sequences, results, strict=False):
-            self.ready.setdefault(sequence, deque()).append(result)
-        self._step_ns = max(compute_ns, default=self._step_ns)
+        prelaunched_results.keep(self.ready, decodes)
+        self._step_ns = max(decodes.column(Column.COMPUTE_NS), default=self._step_ns)
         if go_on:
-            last = np.array([self._last.get(sequence, 0) for sequence in sequences])
+            last = np.array([self._last.get(sequence, 0) for sequence in decodes.sequences])
             may_follow = (decodes.columns[Column.POSITION] < last) & (decodes.columns[Column.ADAPTER] == 0)
             may_follow &= (decodes.columns[Column.POSITION] + 1 < self._max_seq_tokens) & ~_ends(decodes)
             self._queue(self._following(decodes.take(may_follow)) if any(may_follow) else NO_DECODES)
@@ -336,43 +318,9 @@ class Prelauncher:
             if not any(ready):
                 return (), NO_DECODES, decodes
         found = np.array(ready, np.bool_)
-        answers, last = self._take_ready(decodes.take(found))
+        answers, last = prelaunched_results.answer(self.ready, decodes.take(found))
+        self._engine.stats.count_decodes(last.columns[Column.COMPUTE_NS].tolist())
         return answers, self._still_to_follow(last), decodes.take(~found)
-
-    def _take_ready(self, done: Decodes) -> tuple[Sequence[Decodes | Forward], Decodes]:
-        """The answers to these requests, and the last decode of each answer."""
-        taken = [
-            self._take_results(sequence, most)
-            for sequence, most in zip(done.sequences, done.column(Column.PRELAUNCH), strict=True)
-        ]
-        last = [results[-1] for results in taken]
-        done.columns[Column.CHOSEN] = [result.token_id for result in last]
-        done.columns[Column.COMPUTE_NS] = [sum(result.compute_ns for result in results) for results in taken]
-        done.columns[Column.BATCH_ITEMS] = [result.batch_items for result in last]
-        if not all(spec.is_token_only for spec in done.distinct_outputs):
-            done.row_outputs = [result.output for result in last]
-        self._engine.stats.count_decodes(done.columns[Column.COMPUTE_NS].tolist())
-        has_more = np.array([len(results) > 1 for results in taken], np.bool_)
-        if not any(has_more):
-            return (done,), done
-        answers: list[Decodes | Forward] = [done.take(~has_more)] if not all(has_more) else []
-        answers += [
-            _answered_with(done.forward(index), taken[index], int(done.columns[Column.COMPUTE_NS, index]))
-            for index in has_more.nonzero()[0].tolist()
-        ]
-        # Turns each request into the last decode of its answer. Answers with one token do not change.
-        for index in has_more.nonzero()[0].tolist():
-            done.columns[Column.POSITION, index] = last[index].position
-            done.columns[Column.TOKEN, index] = taken[index][-2].token_id
-            done.columns[Column.PRELAUNCH, index] -= len(taken[index]) - 1
-        return answers, done
-
-    def _take_results(self, sequence: int, most: int) -> list[_Ready]:
-        results = self.ready[sequence]
-        taken = [results.popleft() for _ in range(min(max(1, most), len(results)))]
-        if not results:
-            del self.ready[sequence]
-        return taken
 
     def _still_to_follow(self, answered: Decodes) -> Decodes:
         """The decodes after which nothing is prelaunched. Expects a request after each of the others."""
@@ -457,15 +405,6 @@ def _ends(decodes: Decodes) -> Mask:
     chosen = decodes.column(Column.CHOSEN)
     found = [token in spec.end_token_ids for token, spec in zip(chosen, decodes.outputs, strict=True)]
     return np.array(found, np.bool_)
-
-
-def _answered_with(request: Forward, results: Sequence[_Ready], compute_ns: int) -> Forward:
-    """Writes the results of a requested decode, and of those after it, into the request."""
-    request.outputs = [result.output for result in results]
-    request.appended = [result.token_id for result in results[:-1]]
-    request.kept = request.steps = len(results)
-    request.compute_ns, request.batch_items = compute_ns, results[-1].batch_items
-    return request
 
 
 def may_be_continued(op: Forward) -> bool:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from workers.batch import captured_rows, output_specs, pack, sampling_rows
 from workers.decodes import NO_DECODES, Column, Decodes, Mask
 from workers.distribution import apply_drafts
-from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.step_results import accepted_drafts, draws_of, row_outputs, scores_of, without_failed
 from workers.executors.step_stats import StepStats
 from workers.kv.sequence import KvSequence
@@ -41,8 +40,20 @@ from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
 
 
+class KvMissing(Exception):
+    """The sequence is unknown, or shorter than the forward's position. The call had no effect."""
+
+
+class NoTrees(Exception):
+    """The model's attention does not support token trees. The call had no effect."""
+
+
 class Engine:
-    """Owns the pages, the sequences, the runner and the counts."""
+    """Owns the pages, the sequences, the runner and the counts.
+
+    A call that raises KvMissing, NoTrees, OutOfPages or SamplingError has no effect. DeviceLostError: see
+    `raise_if_lost`.
+    """
 
     def __init__(
         self,

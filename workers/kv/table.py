@@ -28,8 +28,9 @@ from quire.v1.types_pb2 import PoolUsage
 from workers.kv.disk_pages import DiskPages
 from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
-from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, PagePool, is_state, page_digest, root_digest
+from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, PagePool, is_state
 from workers.kv.page_tables import PageTables
+from workers.kv.prefixes import Prefixes, last_digest
 from workers.kv.sequence import ALL, NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
 from workers.kv.stored_sequences import StoredSequences
@@ -48,6 +49,7 @@ class KvTable:
         self.page_size = page_size
         self.states = states
         self._pool = PagePool(num_pages)
+        self.prefixes = Prefixes(self._pool, page_size)
         if states is not None:
             self._pool.on_discard = states.discarded
         self._sequences: dict[int, KvSequence] = {}
@@ -56,8 +58,6 @@ class KvTable:
         self._row_of: dict[int, int] = {}
         self._in_row: dict[int, KvSequence] = {}
         self._page_tables = PageTables(self._columns, self._in_row)
-        # Incremented with each replacement of the weights. Pages of earlier generations are no longer shared.
-        self._generation = 0
         # Totals, so that `usage` need not visit all sequences.
         self._tokens = 0
         self._prefix_hit_tokens = 0
@@ -77,7 +77,7 @@ class KvTable:
 
     def create(self, key: int, salt: bytes = b"") -> KvSequence:
         """Add and return an empty sequence. Raises ValueError if `key` is taken."""
-        return self._add(key, self._salted(salt), self._generation)
+        return self._add(key, self.prefixes.salted(salt), self.prefixes.generation)
 
     def _add(self, key: int, salt: bytes, generation: int) -> KvSequence:
         if key in self._sequences:
@@ -93,16 +93,9 @@ class KvTable:
 
         Present sequences keep their pages, and will not share their further pages either.
         """
-        self._generation += 1
+        self.prefixes.generation += 1
         if self.states is not None:
             self.states.forget_snapshots()
-
-    def _salted(self, salt: bytes) -> bytes:
-        return b"%d|%b" % (self._generation, salt) if self._generation else salt
-
-    def salt_of(self, seq: KvSequence) -> bytes:
-        """The salt with which a sequence was created."""
-        return seq.salt.split(b"|", 1)[1] if seq.generation else seq.salt
 
     def get(self, key: int) -> KvSequence | None:
         return self._sequences.get(key)
@@ -119,12 +112,12 @@ class KvTable:
         has reserved slots: a shared page can only follow a full one.
         """
         self._check_owned(seq)
-        if not self._may_share_next(seq):
+        if not self.prefixes.may_share_next(seq):
             return 0
         found: list[tuple[bytes, int]] = []
         # With recurrent layers, only the pages up to the last snapshot are reusable.
         reusable = 0
-        for digest in self._page_digests(_last_digest(seq), tokens, limit):
+        for digest in self.prefixes.digests(last_digest(seq), tokens, limit):
             page = self._pool.lookup(digest)
             if page is None:
                 break
@@ -143,50 +136,15 @@ class KvTable:
             self.states.matched(seq)
         return reusable * self.page_size
 
-    def _page_digests(self, digest: bytes, tokens: Sequence[int], limit: int) -> Iterator[bytes]:
-        """The digests of the full pages in the first `limit` of `tokens`, after the page of `digest`."""
-        size = self.page_size
-        for start in range(0, min(limit, len(tokens)) // size * size, size):
-            digest = page_digest(digest, tokens[start : start + size])
-            yield digest
-
     @property
     def reuse_unit(self) -> int:
         """Prefixes are reused in multiples of this many tokens."""
         return self.page_size if self.states is None else self.states.spacing
 
-    def _may_share_next(self, seq: KvSequence) -> bool:
-        """Whether the next page of a sequence can be a shared one: it ends with a full page."""
-        return seq.generation == self._generation and len(seq) == len(seq.pages) * self.page_size
-
     def _extend(self, seq: KvSequence, tokens: Sequence[int]) -> None:
         seq.token_ids.extend(tokens)
         self._columns.lengths[seq.row] += len(tokens)
         self._tokens += len(tokens)
-
-    def find_prefix(
-        self, seq: KvSequence | None, salt: bytes, tokens: Sequence[int], limit: int
-    ) -> tuple[int, bytes | None]:
-        """How many tokens `match_prefix` would find, and the digest of the first page it would not find.
-
-        `seq` None: a new sequence with this salt. The digest is None if no further page could be shared.
-        """
-        if seq is not None and not self._may_share_next(seq):
-            return 0, None
-        last = root_digest(self._salted(salt)) if seq is None else _last_digest(seq)
-        for pages, digest in enumerate(self._page_digests(last, tokens, limit)):
-            if self._pool.lookup(digest) is None:
-                return pages * self.page_size, digest
-        return 0, None
-
-    def next_digest(self, seq: KvSequence, tokens: Sequence[int]) -> bytes | None:
-        """The digest of the next page that `tokens` fill after `seq`. None: none, or it cannot be shared."""
-        offset = len(seq) % self.page_size
-        end = len(seq) - offset + self.page_size
-        if len(seq) + len(tokens) < end or not self._is_shared(seq, end):
-            return None
-        page_tokens = [*seq.token_ids[len(seq) - offset : len(seq)], *tokens[: self.page_size - offset]]
-        return page_digest(_last_digest(seq), page_tokens)
 
     def count_prompt(self, tokens: int, reused_tokens: int) -> None:
         """Count a prompt for `usage`. Called once for each prompt, when it has begun."""
@@ -298,7 +256,7 @@ class KvTable:
             self._keep_states(self.states, seq)
 
     def _keep_states(self, states: StateSlots, seq: KvSequence) -> None:
-        snapshots = states.appended(seq, is_shared=seq.generation == self._generation)
+        snapshots = states.appended(seq, is_shared=seq.generation == self.prefixes.generation)
         if snapshots and self._stored is not None:
             self._stored.kept(seq, snapshots)
 
@@ -318,21 +276,17 @@ class KvTable:
                 self.states.end(seq.key)
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:
-        for i in range(seq.digests.length, end // self.page_size):
-            page_tokens = seq.token_ids[i * self.page_size : (i + 1) * self.page_size]
-            digest = page_digest(_last_digest(seq), page_tokens)
+        first, size = seq.digests.length, self.page_size
+        tokens = seq.token_ids[first * size : end // size * size]
+        for i, digest in enumerate(self.prefixes.digests(last_digest(seq), tokens, len(tokens)), first):
             seq.digests.append(digest)
             self._publish(seq, i)
 
     def _publish(self, seq: KvSequence, i: int) -> None:
-        if not self._is_shared(seq, (i + 1) * self.page_size):
+        if not self.prefixes.is_shared(seq, (i + 1) * self.page_size):
             return
         if self._pool.publish(seq.pages[i], seq.digests[i]) and self._stored is not None:
             self._stored.indexed(seq, i)
-
-    def _is_shared(self, seq: KvSequence, end: int) -> bool:
-        """Whether other sequences may share the page of this one that ends there."""
-        return seq.generation == self._generation and end <= seq.shared_until
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, including reserved ones.
@@ -411,23 +365,6 @@ class KvTable:
         """From now on, tell `disk` which pages to store, and which pages are about to be overwritten."""
         self._stored = StoredSequences(disk, self._pool, self.states, self.page_size)
 
-    def next_digests(
-        self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
-    ) -> Iterator[tuple[bytes, bytes]]:
-        """(digest, parent digest) of each full page in the first `limit` of `tokens`, appended at `position`.
-
-        Yields nothing if the sequence is shorter, or the position is within a page.
-        """
-        page_size, seq = self.page_size, self._sequences.get(key)
-        if position % page_size or (position and (seq is None or len(seq) < position)):
-            return
-        parent = root_digest(self._salted(salt))
-        if position and seq is not None:
-            parent = seq.digests[position // page_size - 1]
-        for digest in self._page_digests(parent, tokens, limit):
-            yield digest, parent
-            parent = digest
-
     def find(self, digest: bytes) -> int | None:
         """The page of this digest, or the slot of this state. None: there is none.
 
@@ -487,8 +424,3 @@ class KvTable:
     def _check_owned(self, seq: KvSequence) -> None:
         if self._sequences.get(seq.key) is not seq:
             raise ValueError(f"sequence {seq.key} is not in this table")
-
-
-def _last_digest(seq: KvSequence) -> bytes:
-    """The parent digest of a sequence's next page."""
-    return seq.digests[-1] if seq.digests else root_digest(seq.salt)
