@@ -44,7 +44,7 @@ TABLES = (
 bitsandbytes NF4 times 28,776, and FP4 times 192. Of all factors up to 2^15 that is the one with which NF4's
 numbers are nearest to integers: none is off by more than 3.3e-5 of itself, a 59th of bfloat16's rounding."""
 WIDE_TABLES = range(3, 5)
-"""Those with numbers of 16 bits. A product has two passes: over the lower bytes, and over the upper ones."""
+"""The formats with 16-bit numbers. A product takes two passes: over the lower and the upper bytes."""
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -90,12 +90,12 @@ class GroupFormat:
         return self.subscales > 0 and self.bits == 2  # "q2_k"
 
     def cut(self, first: int) -> GroupFormat:
-        """That of the inputs from `first` on, a multiple of 32: scales may be shared by fewer groups."""
+        """The format of inputs from `first` on, a multiple of 32: scales may be shared by fewer groups."""
         return dataclasses.replace(self, span=math.gcd(self.span, first // GROUP_INPUTS))
 
     @property
     def address(self) -> int:
-        """That of the same for the compiled kernels."""
+        """The address of the same format for the compiled kernels."""
         return ctypes.addressof(_compiled(self))
 
 

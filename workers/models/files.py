@@ -20,7 +20,7 @@ from workers.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-# Of files that have no lists of tokens or tensors.
+# The most bytes of files without lists of tokens or tensors.
 MAX_SETTINGS_BYTES = 1 << 20
 # Ten times what a header of 100,000 tensors has.
 MAX_JSON_VALUES = 1_000_000

@@ -77,11 +77,11 @@ class DirectorySource:
         check_not_pickled(self.path)
 
     def settings(self) -> dict[str, object]:
-        # Those of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
+        # Configs of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
         return read_object(self.config_file, takes_infinity=True)
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
-        """Those of generation_config.json."""
+        """The end tokens of generation_config.json."""
         return read_end_tokens(self.path, vocab_size)
 
     def tensors(self) -> dict[str, StoredTensor]:

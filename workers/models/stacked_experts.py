@@ -23,7 +23,7 @@ from workers.models.parts import Part
 from workers.models.quantised.mxfp4 import Mxfp4Experts
 
 _GATE_UP, _DOWN, _BIAS = "gate_up_proj", "down_proj", "_bias"
-# Of a layer. More would only fill memory with descriptions of tensors.
+# The most experts of a layer. More would only fill memory with descriptions of tensors.
 _MAX_EXPERTS = 4096
 _STACK = 3
 

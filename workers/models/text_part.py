@@ -16,7 +16,7 @@ from workers.models.values import names
 
 _Value = TypeVar("_Value")
 
-# Those whose config may not say it, by what their text part is then.
+# Multimodal models whose config may not name the type of their text part, by that type.
 _WRAPPERS_OF: dict[str, str] = {
     "aria_text": "aria",
     "qwen2": (
@@ -61,7 +61,7 @@ _SAME: dict[str, dict[str, object]] = {
 # Their first checkpoints have the settings of the text beside those of the other parts.
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 _TEXT = "text_config"
-# These settings are outside of the text part.
+# Settings that are outside of the text part.
 _SHARED = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 RENAMED = (
@@ -128,7 +128,7 @@ def _without_sections(rope: object) -> object:
 
 
 def without_other_parts(tensors: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Those of the text part of a multimodal checkpoint."""
+    """The tensors of the text part of a multimodal checkpoint."""
     return {name: value for name, value in tensors.items() if not name.startswith(LEFT_OUT)}
 
 

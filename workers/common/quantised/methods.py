@@ -35,9 +35,9 @@ _DTYPE_OF_INPUTS = "{}: inputs of projections keep the model's dtype: it is fine
 _BYTES_OF_INPUTS = "inputs of projections have 8 bits in groups of 32, whatever the config says of computing"
 # Which GPTQ checkpoints have zero points that are less by one, as the first version of the format has them.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-# Of GPTQ's `dynamic`, what leaves a module out.
+# The prefix in GPTQ's `dynamic` of modules that are not quantised.
 _LEFT_OUT = "-:"
-# Of AutoRound, with what each stands for; and the bits of what it leaves out.
+# The packings of AutoRound, with the methods that they stand for; and the bits of modules that it leaves out.
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 _UNQUANTISED_BITS = 16
 _SETTINGS_OF_MXFP4 = {"quant_method", "modules_to_not_convert", "dequantize"}
