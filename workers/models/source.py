@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from workers.common.quantised.methods import MXFP4, read_quantisation
+from workers.common.quantised.methods import MXFP4, read_quantisation, with_file_of_tool
 from workers.common.quantised.scheme import NotUnderstood, Quantisation
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.errors import UnsupportedError
-from workers.models.files import check_not_pickled, errors_naming, read_object
+from workers.models.files import check_not_pickled, errors_naming, exists, read_object
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
 from workers.models.quantised.reader import quantised_tensors
@@ -78,7 +78,13 @@ class DirectorySource:
 
     def settings(self) -> dict[str, object]:
         # Those of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
-        return read_object(self.config_file, takes_infinity=True)
+        settings = read_object(self.config_file, takes_infinity=True)
+        return dict(with_file_of_tool(settings, self._content_of))
+
+    def _content_of(self, name: str) -> dict[str, object]:
+        """That of a JSON file beside the config; empty: there is none. Raises ModelError."""
+        file = self.path / name
+        return read_object(file) if exists(file) else {}
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
         """Those of generation_config.json."""
