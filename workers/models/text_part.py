@@ -104,8 +104,8 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
         raise ModelError(f"{_TEXT}: must be an object, got {text!r}")
     outside = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
     found = {"model_type": WRAPPERS[wrapper]} | outside | dict(text)
-    if "tie_word_embeddings" in outside:  # the head is outside too
-        found["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    if "tie_word_embeddings" in outside:  # as the head is; older versions of the library went by the text part
+        found["tie_word_embeddings"] = outside["tie_word_embeddings"] or text.get("tie_word_embeddings")
     return _as_same(found, str(found["model_type"]))
 
 
