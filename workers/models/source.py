@@ -6,7 +6,7 @@ config.json, and with the names that tensors have in a checkpoint of the transfo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from workers.models.files import check_not_pickled, errors_naming, exists, read_
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
 from workers.models.quantised.reader import quantised_tensors
+from workers.models.remote_code import library_settings, library_tensors
 from workers.models.text import ModelText, read_text
 from workers.models.text_part import WRAPPERS, without_other_parts
 
@@ -78,8 +79,12 @@ class DirectorySource:
 
     def settings(self) -> dict[str, object]:
         # Those of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
+        with errors_naming(self.config_file):
+            return library_settings(self._own_settings())
+
+    def _own_settings(self) -> Mapping[str, object]:
         settings = read_object(self.config_file, takes_infinity=True)
-        return dict(with_file_of_tool(settings, self._content_of))
+        return with_file_of_tool(settings, self._content_of)
 
     def _content_of(self, name: str) -> dict[str, object]:
         """That of a JSON file beside the config; empty: there is none. Raises ModelError."""
@@ -95,12 +100,12 @@ class DirectorySource:
         if self.settings().get("model_type") in WRAPPERS:
             # First: what is not served may be quantised in any way.
             entries = without_other_parts(entries)
-        if said is None:
-            return {**entries}
+        tensors: Mapping[str, StoredTensor] = entries
         try:
-            return quantised_tensors(entries, said)
+            tensors = entries if said is None else quantised_tensors(entries, said)
         except NotUnderstood as error:
             raise UnsupportedError(f"{self.config_file}: the weights are quantised: {error}") from None
+        return library_tensors(tensors, self._own_settings())
 
     def notes(self) -> Sequence[str]:
         said, wrapper = self._quantisation(), self.settings().get("model_type")
