@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 
 from tests import quantised_directories as make
+from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.company import assert_same_bits
@@ -26,6 +27,7 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.library.library_model import LibraryModel
 from workers.models.native_parity_check import check_native
+from workers.models.source import source_of
 from workers.models.weights import plan_load
 
 torch.set_num_threads(1)
@@ -555,6 +557,34 @@ def test_what_a_file_of_the_tool_says_counts_if_the_config_says_nothing(method: 
         load_decoder(tmp_path)
     config.write_text(json.dumps(settings | {"quantization_config": said}))
     load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_what_mlx_has_in_another_form_is_that_of_the_original(name: str, tmp_path: Path) -> None:
+    """Convolutions, and norms that multiply by 1 more in the library."""
+    model_type, settings = settings_of(name)
+    settings |= {"block_auto_adjust_ff_dim": False, "linear_value_head_dim": 16}
+    source = make_family_model(tmp_path / "source", model_type, settings)
+    directory = make.in_one_file(source, tmp_path / "model")
+    file = directory / "model.safetensors"
+    plain = load_file(file)
+    make.mlx(directory)
+    tensors = load_file(file)
+    for tensor, values in plain.items():
+        if values.dim() == 3:
+            tensors[tensor] = values.movedim(2, 1).contiguous()
+        elif name == "qwen3_5" and values.dim() == 1 and "norm" in tensor and "linear_attn" not in tensor:
+            tensors[tensor] = values + 1
+    save_file(tensors, file)
+    load_decoder(directory)
+    found = source_of(directory).tensors()
+    others = {tensor: values for tensor, values in plain.items() if values.dim() != 2}
+    assert sum(not torch.equal(values, tensors[tensor]) for tensor, values in others.items()) > 2
+    for tensor, values in others.items():
+        read = torch.cat(
+            [part.clone() for _, part in found[tensor].parts() if isinstance(part, torch.Tensor)]
+        )
+        torch.testing.assert_close(read, values, rtol=0, atol=2.0**-23)  # of the sum with 1
 
 
 def test_models_of_2024_are_read(tmp_path: Path) -> None:
