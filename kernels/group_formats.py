@@ -149,7 +149,7 @@ def integer_groups(
     """The format of integers with a scale for each group of inputs.
 
     Args:
-        bits: 8 or 4, with minima also 2, 3, 5 and 6.
+        bits: 2, 3, 4, 5, 6 or 8.
         group: Inputs that share a scale: 32, 64, 128, or a multiple of 256; 0: all of a row.
         scale_dtype: float16, bfloat16 or float32.
         zeros: Whether groups have zero points.
@@ -158,9 +158,8 @@ def integer_groups(
     Raises:
         ValueError: There is no such format here; the message says what there is.
     """
-    known = (2, 3, 4, 5, 6, 8) if minima else (4, 8)
-    if bits not in known:
-        raise ValueError(f"values of {bits} bits are not supported: only of {', '.join(map(str, known))}")
+    if bits not in (2, 3, 4, 5, 6, 8):
+        raise ValueError(f"values of {bits} bits are not supported: only of 2, 3, 4, 5, 6 and 8")
     chunk = CHUNK_GROUPS * GROUP_INPUTS
     if group not in (0, 32, 64, 128) and (group < 0 or group % chunk):
         raise ValueError(

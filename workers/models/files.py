@@ -29,7 +29,7 @@ MAX_JSON_VALUES = 1_000_000
 _SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
-    "modules.json",
+    "modules.json", "quantize_config.json", "quant_config.json",
 )  # fmt: skip
 
 _ITSELF, _GGUF = "", "*.gguf"

@@ -77,7 +77,7 @@ RENAMED = (
 _OTHER_PARTS = names(
     """
     aligner. audio_tower. connector. embed_audio. embed_vision. encoder. high_res_vision_ image_newline
-    image_tower. merger. mm_projector. multi_modal_projector. projector. video_tower. vision_embedder.
+    image_tower. merger. mlp1. mm_projector. multi_modal_projector. projector. video_tower. vision_embedder.
     vision_encoder. vision_model. vision_projection. vision_projector. vision_tower. visual.
     visual_embeddings_table.
     """
@@ -104,8 +104,10 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
         raise ModelError(f"{_TEXT}: must be an object, got {text!r}")
     outside = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
     found = {"model_type": WRAPPERS[wrapper]} | outside | dict(text)
-    if "tie_word_embeddings" in outside:  # the head is outside too
-        found["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    if "tie_word_embeddings" in outside:  # with the head. Older versions of the library go by the text
+        found["tie_word_embeddings"] = (
+            outside["tie_word_embeddings"] or text.get("tie_word_embeddings") or False
+        )
     return _as_same(found, str(found["model_type"]))
 
 
