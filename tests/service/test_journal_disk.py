@@ -295,6 +295,16 @@ async def test_frames_that_are_changed_are_noticed_by_the_next_commit(
         await running
 
 
+async def test_a_file_that_is_only_touched_is_written_on(journal: FileJournal, tmp_path: Path) -> None:
+    """After the first frame of a gateway, too, of which only `end` on the disk knows."""
+    for number in range(1, 4):
+        assert await commit(journal, created(number))
+        os.utime(segment(tmp_path), ns=(0, number))
+    assert await commit(journal, created(4))
+    journal.close()
+    assert len(recovered(tmp_path / "data")) == 4
+
+
 @pytest.mark.parametrize("lock_removed", [False, True])
 async def test_a_second_gateway_is_refused(journal: FileJournal, tmp_path: Path, lock_removed: bool) -> None:
     """Also if the file that is the lock was removed. The first one goes on."""
