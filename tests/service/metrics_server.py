@@ -13,6 +13,7 @@ from service.config import Config
 from service.extensions.gateways.one_host import OneHost, Place
 from service.extensions.metrics.exporter import Exporter
 from service.gateway import Gateway, open_gateway
+from tests.service.served import HttpPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +23,10 @@ class Answer:
     body: str
 
 
-class MetricsServer:
+class MetricsServer(HttpPort):
     def __init__(self, gateway: Gateway, exporter: Exporter, port: int) -> None:
+        super().__init__(port)
         self.gateway, self.exporter = gateway, exporter
-        self.port = port
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
-
-    async def send(self, request: bytes) -> bytes:
-        """Sends bytes, and returns what comes until the connection ends."""
-        reader, writer = await self.connect()
-        with contextlib.suppress(ConnectionError):
-            writer.write(request)
-            await writer.drain()
-        answer = b""
-        with contextlib.suppress(ConnectionError):
-            while part := await reader.read(1 << 16):
-                answer += part
-        writer.close()
-        return answer
 
     async def get(self, path: str, *headers: str, method: str = "GET") -> Answer:
         lines = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}", *headers, "", ""]

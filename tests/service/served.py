@@ -1,11 +1,11 @@
-"""Model versions, a server's state, and a server of calls, as tests of other parts need them."""
+"""Model versions, a server's state, a server of calls and an HTTP port, as tests of other parts need them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc
@@ -17,15 +17,12 @@ from service.config import Config
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from workers.common import worker_pb2
 
-
-def versions_of(model: str = "model", workers: int = 1) -> ModelVersions:
-    """One version, whose workers are not there yet."""
-    return ModelVersions(model, workers)
+_Result = TypeVar("_Result")
 
 
 def state_of(config: Config, ready: worker_pb2.WorkerReady | None = None) -> ServerState:
     """A server's state; `ready`: what its worker says, if it is there."""
-    versions = versions_of()
+    versions = ModelVersions("model", 1)
     state = ServerState(config, versions, Adapters(0))
     if ready is not None:
         become_ready(versions, versions.slots[0], ready)
@@ -38,7 +35,7 @@ def become_ready(versions: ModelVersions, slot: WorkerSlot, ready: worker_pb2.Wo
     versions.worker_ready(slot)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def channel_to(
     servicer: Any, interceptor: CallInterceptor, *others: Callable[[grpc.aio.Server], object]
 ) -> AsyncIterator[grpc.aio.Channel]:
@@ -52,6 +49,41 @@ async def channel_to(
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield channel
     await server.stop(None)
+
+
+class HttpPort:
+    """An HTTP port of a gateway in this process, for who speaks in bytes."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection, whose reader takes little of what is not read."""
+        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 10)
+
+    async def send(self, *parts: bytes) -> bytes:
+        """Sends bytes, and returns what comes until the connection ends, maybe before they are sent."""
+        answer = b""
+        async with asyncio.timeout(60):
+            reader, writer = await self.connect()
+            with contextlib.suppress(ConnectionError):
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+            with contextlib.suppress(ConnectionError):
+                while received := await reader.read(1 << 16):
+                    answer += received
+        writer.close()
+        return answer
+
+
+async def turns_of(work: Coroutine[Any, Any, _Result]) -> tuple[_Result, int]:
+    """What it returns, and how often other tasks ran meanwhile."""
+    task, turns = asyncio.ensure_future(work), 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    return task.result(), turns
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,16 +36,27 @@ MAX_BYTES = 1 << 20
 
 
 class Server:
-    """A gateway's adapters, with no workers and no caches."""
+    """A gateway's adapters, with a worker that loads anything, and caches of adapters.
 
-    def __init__(self, data_dir: Path, values: StoredValues | None = None, **settings: Any) -> None:
+    `contents`: by the numbers of adapters that caches have, the digests of their files.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path | None,
+        values: StoredValues | None = None,
+        contents: Mapping[int, int | str] | None = None,
+        **settings: Any,
+    ) -> None:
         self.adapters = Adapters(10)
         self.values = StoredValues() if values is None else values
-        data_dir.mkdir(exist_ok=True)
-        # What happened: numbers that workers were told of, and that were stored.
-        self.told: list[int] = []
-        pool = SimpleNamespace(send_adapters=self._tell)
-        caches = SimpleNamespace(adapters_in_use=Counter, adapter_contents=dict)
+        if data_dir is not None:
+            data_dir.mkdir(exist_ok=True)
+        # What workers were told of: the digests of numbers.
+        self.told: dict[int, str] = {}
+        known = {} if contents is None else contents
+        pool = SimpleNamespace(send_adapters=self._tell, load_adapter=self._load)
+        caches = SimpleNamespace(adapters_in_use=lambda: Counter([*known]), adapter_contents=lambda: known)
         self.store = AdapterStore(data_dir, MAX_BYTES, self.values)
         self.is_made = False
         self.loader = AdapterLoader(
@@ -55,24 +66,32 @@ class Server:
         self.is_made = True
 
     def _tell(self, command: worker_pb2.AdapterCommand) -> None:
-        numbers = [source.adapter for source in command.added]
-        assert not self.is_made or {*numbers} <= {*self.stored}, "too early"
-        self.told += numbers
+        added = {source.adapter: source.digest for source in command.added}
+        assert not self.is_made or added.keys() <= {*self.stored}, "too early"
+        self.told |= added
+
+    async def _load(self, source: worker_pb2.AdapterSource) -> worker_pb2.WorkerEvent:
+        self.told[source.adapter] = source.digest
+        return worker_pb2.WorkerEvent(adapter_loaded=worker_pb2.AdapterLoaded(rank=1))
+
+    async def load(self, adapter_id: str, source: Path) -> AdapterVersion:
+        message = admin_pb2.LoadAdapterRequest(adapter_id=adapter_id, source=str(source))
+        return await self.loader.load(requests(message), "")
 
     @property
     def stored(self) -> list[int]:
         return [int(name) for name in self.values.all("adapters/") if name != "last"]
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        return {version.adapter_id: version.number for version in self.adapters if not version.retired}
 
-def write_files(directory: Path) -> Path:
-    directory.mkdir(parents=True)
+
+def write_files(directory: Path, content: bytes = b"content") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        (directory / name).write_bytes(b"content")
+        (directory / name).write_bytes(content)
     return directory
-
-
-def numbers_of(server: Server) -> dict[str, int]:
-    return {version.adapter_id: version.number for version in server.adapters if not version.retired}
 
 
 async def requests(*messages: admin_pb2.LoadAdapterRequest) -> AsyncIterator[admin_pb2.LoadAdapterRequest]:
@@ -93,16 +112,16 @@ async def test_workers_and_callers_learn_of_a_version_when_it_is_stored(
     journal.fails = True
     running = asyncio.create_task(server.loader.run())
     for _ in range(100):
-        assert numbers_of(server).keys() == {"one"} and len(server.told) == 1 and not running.done()
+        assert server.numbers.keys() == {"one"} and len(server.told) == 1 and not running.done()
         await asyncio.sleep(0.001)
     journal.fails = False
     while len(server.told) < 2:
         assert not running.done()
         await asyncio.sleep(0)
     running.cancel()
-    assert set(server.told) == set(server.stored) == set(numbers_of(server).values())
-    later = numbers_of(Server(tmp_path / "data", server.values, adapters=str(directory)))
-    assert later == numbers_of(server)
+    assert set(server.told) == set(server.stored) == set(server.numbers.values())
+    later = Server(tmp_path / "data", server.values, adapters=str(directory)).numbers
+    assert later == server.numbers
 
 
 async def test_an_adapter_has_the_same_identity_for_workers(tmp_path: Path) -> None:
@@ -131,11 +150,10 @@ async def test_a_file_without_a_name_is_refused(tmp_path: Path) -> None:
 
 async def test_a_load_leaves_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, server = write_files(tmp_path / "source"), Server(tmp_path)
-    message = admin_pb2.LoadAdapterRequest(adapter_id="a", source=str(source))
     almost_full = SimpleNamespace(free=RESERVE_BYTES + len(b"content") - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: almost_full)
     with pytest.raises(StorageUnavailable, match="No space left"):
-        await server.loader.load(requests(message), "")
+        await server.load("a", source)
     assert not list((tmp_path / "adapter-versions").glob("*"))
     with pytest.raises(AdapterNotFound, match=r"no such adapter: 'a\\x1b'; ListAdapters"):
         server.adapters.resolve("a\x1b", "")
@@ -176,7 +194,7 @@ async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_p
     journal.settle()
     with pytest.raises(asyncio.CancelledError):
         await unload
-    assert numbers_of(Server(tmp_path, values)) == numbers_of(server) == {}
+    assert Server(tmp_path, values).numbers == server.numbers == {}
 
 
 async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_it() -> None:
@@ -283,9 +301,8 @@ async def test_a_file_that_is_too_large_is_refused_before_it_is_copied(
         write(file, part)
 
     monkeypatch.setattr(uploads.UploadedFile, "write", note)
-    message = admin_pb2.LoadAdapterRequest(adapter_id="a", source=str(source))
     with pytest.raises(InvalidArgument, match=f"more than {MAX_BYTES} bytes"):
-        await server.loader.load(requests(message), "")
+        await server.load("a", source)
     assert sum(written) == len(b"content"), "the config only"
     # Nor is one of the operator's directory read.
     monkeypatch.setattr(store, "content_digest", lambda _: pytest.fail("it is read"))
@@ -311,7 +328,7 @@ async def test_adapters_that_cannot_be_used_are_read_once_and_never_on_the_event
 
     monkeypatch.setattr(store, "content_digest", count)
     server = Server(tmp_path / "data", adapters=str(directory))
-    assert len(numbers_of(server)) == 10, "of 12, the limit"
+    assert len(server.numbers) == 10, "of 12, the limit"
     looks: list[threading.Thread] = []
     iterdir = Path.iterdir
 

@@ -5,85 +5,33 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
-from quire.v1 import admin_pb2
 
 from service.adapters import loader
-from service.adapters.loader import AdapterLoader
-from service.adapters.registry import Adapters, AdapterVersion
-from service.adapters.store import AdapterStore
 from service.caches.tenants import Tenant, adapter_digest
-from service.config import Config
 from service.journal.values import StoredValues
-from tests.service.test_adapter_loader import MAX_BYTES, requests
-from workers.common import worker_pb2
+from tests.service.test_adapter_loader import Server, write_files
 from workers.common.adapter_files import FILES, content_digest
-
-
-class Gateway:
-    """A gateway's adapters, with a worker that loads anything, and caches of adapters."""
-
-    def __init__(
-        self,
-        data_dir: Path | None,
-        contents: dict[int, str] | None = None,
-        directory: Path | None = None,
-        values: StoredValues | None = None,
-    ) -> None:
-        self.adapters = Adapters(10)
-        self.values = StoredValues() if values is None else values
-        self.told: dict[int, str] = {}
-        self.store = AdapterStore(data_dir, MAX_BYTES, self.values)
-        pool = SimpleNamespace(send_adapters=self._send, load_adapter=self._load)
-        known = {} if contents is None else contents
-        caches = SimpleNamespace(adapters_in_use=lambda: Counter(known), adapter_contents=lambda: known)
-        config = Config(adapters="" if directory is None else str(directory))
-        self.loader = AdapterLoader(self.adapters, self.store, cast(Any, pool), cast(Any, caches), config)
-
-    def _send(self, command: worker_pb2.AdapterCommand) -> None:
-        self.told |= {source.adapter: source.digest for source in command.added}
-
-    async def _load(self, source: worker_pb2.AdapterSource) -> worker_pb2.WorkerEvent:
-        self.told[source.adapter] = source.digest
-        return worker_pb2.WorkerEvent(adapter_loaded=worker_pb2.AdapterLoaded(rank=1))
-
-    async def load(self, adapter_id: str, source: Path) -> AdapterVersion:
-        message = admin_pb2.LoadAdapterRequest(adapter_id=adapter_id, source=str(source))
-        return await self.loader.load(requests(message), "")
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        return {one.adapter_id: one.number for one in self.adapters if not one.retired}
-
-
-def write(directory: Path, content: bytes) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        (directory / name).write_bytes(content)
-    return directory
 
 
 async def test_owners_without_a_list_agree_by_the_content(tmp_path: Path) -> None:
     """As several hosts. Before, each numbered anew, and caches of the one before had lost theirs."""
     here, there = tmp_path / "here", tmp_path / "there"
     for name in ("one", "two"):
-        write(here / name, name.encode())
-    first = Gateway(None, directory=here)
+        write_files(here / name, name.encode())
+    first = Server(None, adapters=str(here))
     contents = {number: first.adapters.digest_of(number) for number in first.numbers.values()}
     # On another host there are other files, with the same content, and a further adapter.
     for name in ("zero", "two", "one"):
-        write(there / name, name.encode())
-    second = Gateway(None, cast(Any, contents), there)
+        write_files(there / name, name.encode())
+    second = Server(None, contents=contents, adapters=str(there))
     assert {name: second.numbers[name] for name in ("one", "two")} == first.numbers
     assert second.numbers["zero"] not in contents
     # What owners of an earlier version have left behind: several numbers of the same content.
     both = {**contents, 7: contents[first.numbers["one"]], 8: "f" * 32}
-    third = Gateway(None, cast(Any, both), there)
+    third = Server(None, contents=both, adapters=str(there))
     one = [version for version in third.adapters if version.adapter_id == "one"]
     assert {version.number for version in one} == {first.numbers["one"], 7}
     assert third.numbers["one"] == 7 and third.adapters.get(8) is None
@@ -96,18 +44,14 @@ async def test_a_file_that_is_rewritten_in_place_is_another_version_whatever_its
     """Before, inode, size and time of the content were all that was looked at."""
     monkeypatch.setattr(loader, "_INTERVAL_S", 0.0)
     directory = tmp_path / "adapters"
-    file = write(directory / "one", b"content") / FILES[1]
-    gateway = Gateway(tmp_path, directory=directory)
+    file = write_files(directory / "one", b"content") / FILES[1]
+    gateway = Server(tmp_path, adapters=str(directory))
     before, status = gateway.numbers["one"], file.stat()
     running = asyncio.create_task(gateway.loader.run())
-
-    async def rounds() -> None:
-        for _ in range(5):
-            await asyncio.sleep(0.01)
-
     file.chmod(0o640)
     os.utime(file)
-    await rounds()
+    # Some rounds of it.
+    await asyncio.sleep(0.05)
     assert gateway.numbers["one"] == before, "the same content"
     with file.open("r+b") as opened:
         opened.write(b"CONTENT")
@@ -123,25 +67,27 @@ async def test_a_file_that_is_rewritten_in_place_is_another_version_whatever_its
 
 async def test_an_older_journal_gives_no_number_to_other_content(tmp_path: Path) -> None:
     """Neither one of a copy, nor one of a cache. Before, workers that kept pages of it used them again."""
-    data, sources = tmp_path / "data", [write(tmp_path / name, name.encode()) for name in ("a", "b", "c")]
-    data.mkdir()
-    first = Gateway(data)
+    data, sources = (
+        tmp_path / "data",
+        [write_files(tmp_path / name, name.encode()) for name in ("a", "b", "c")],
+    )
+    first = Server(data)
     await first.load("a", sources[0])
     older = first.values.all("")
     known = await first.load("b", sources[1])
     restored = StoredValues()
     await restored.set(older)
-    second = Gateway(data, values=restored)
+    second = Server(data, values=restored)
     assert (await second.load("c", sources[2])).number > known.number
 
     number = second.numbers["c"]
-    third = Gateway(data, {number: "f" * 32}, values=restored)
+    third = Server(data, restored, {number: "f" * 32})
     assert third.adapters.get(number) is None, "these caches have lost their adapter"
     renamed = third.numbers["c"]
     assert renamed > number
     # It stays so.
     digest = content_digest(sources[2])
-    fourth = Gateway(data, {number: "f" * 32, renamed: digest}, values=restored)
+    fourth = Server(data, restored, {number: "f" * 32, renamed: digest})
     assert fourth.numbers["c"] == renamed and fourth.adapters.digest_of(renamed) == digest
     assert content_digest(Path(next(v for v in fourth.adapters if v.number == renamed).directory)) == digest
 
@@ -149,11 +95,10 @@ async def test_an_older_journal_gives_no_number_to_other_content(tmp_path: Path)
 async def test_a_copy_of_the_data_directory_has_the_adapters_of_its_own(tmp_path: Path) -> None:
     """Before, they were those of the original, and with it they were gone."""
     data, backup = tmp_path / "data", tmp_path / "backup"
-    data.mkdir()
-    first = Gateway(data)
-    loaded = await first.load("a", write(tmp_path / "a", b"a"))
+    first = Server(data)
+    loaded = await first.load("a", write_files(tmp_path / "a", b"a"))
     shutil.copytree(data, backup)
-    restored = Gateway(backup, values=first.values)
+    restored = Server(backup, values=first.values)
     version = restored.adapters.resolve("a", "")
     assert Path(version.directory).is_relative_to(backup)
     assert content_digest(Path(version.directory)) == loaded.digest
@@ -161,24 +106,22 @@ async def test_a_copy_of_the_data_directory_has_the_adapters_of_its_own(tmp_path
 
 async def test_a_copy_whose_version_was_not_stored_is_removed_by_the_next_gateway(tmp_path: Path) -> None:
     """A crash came between the file and the record."""
-    data, source = tmp_path / "data", write(tmp_path / "a", b"a")
-    data.mkdir()
-    first = Gateway(data)
+    data, source = tmp_path / "data", write_files(tmp_path / "a", b"a")
+    first = Server(data)
     kept = await first.load("a", source)
     first.store.copy(source, kept.number + 1)
-    second = Gateway(data, values=first.values)
+    second = Server(data, values=first.values)
     assert second.numbers == {"a": kept.number}
     assert [path.name for path in (data / "adapter-versions").iterdir()] == [str(kept.number)]
 
 
 async def test_caches_keep_adapters_of_which_nothing_is_stored(tmp_path: Path) -> None:
     """As with a journal in memory before. Before, a load failed with "File exists"."""
-    data, source = tmp_path / "data", write(tmp_path / "a", b"a")
-    data.mkdir()
-    first = await Gateway(data).load("a", source)
-    second = Gateway(data, {first.number: first.digest})
+    data, source = tmp_path / "data", write_files(tmp_path / "a", b"a")
+    first = await Server(data).load("a", source)
+    second = Server(data, contents={first.number: first.digest})
     assert second.numbers == {} and second.adapters.digest_of(first.number) == first.digest
-    assert (await second.load("a", write(source, b"other"))).number > first.number
+    assert (await second.load("a", write_files(source, b"other"))).number > first.number
     assert content_digest(second.store.path(first.number)) == first.digest
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
@@ -20,7 +17,7 @@ from service.config import Config
 from service.errors import CacheNotFound, Draining, QueueFull
 from service.logging import configure_logging
 from tests.service.served import channel_to, state_of, until
-from tests.service.test_interceptor import PATIENCE_S, Servicer, raises
+from tests.service.test_interceptor import Servicer, answers, raises, serving
 from tests.service.test_logging import lines_of
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
@@ -39,45 +36,19 @@ def stream(logging_as_before: None) -> io.StringIO:
     return stream
 
 
-class Server:
-    """A server, whose calls are answered or refused."""
-
-    def __init__(self, servicer: Servicer, channel: grpc.aio.Channel, call_log: CallLog) -> None:
-        self.call_log = call_log
-        self._servicer = servicer
-        self._stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-
-    async def answered(self, answer: executor_pb2.DecodeResponse) -> None:
-        async def behave(_request: Any) -> executor_pb2.DecodeResponse:
-            return answer
-
-        self._servicer.behave = behave
-        await self._stub.Decode(executor_pb2.DecodeRequest(), metadata=METADATA, timeout=PATIENCE_S)
-
-    async def refused(self) -> None:
-        self._servicer.behave = raises(CacheNotFound())
-        with pytest.raises(grpc.aio.AioRpcError):
-            await self._stub.Decode(executor_pb2.DecodeRequest(), metadata=METADATA, timeout=PATIENCE_S)
-
-
-@asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[Server]:
-    servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
-    state = state_of(Config(**settings))
-    async with channel_to(servicer, CallInterceptor(state)) as channel:
-        yield Server(servicer, channel, state.call_log)
-
-
 @pytest.mark.parametrize(
-    ("log_level", "events"), [("info", ["call refused"]), ("debug", ["call done", "call refused"])]
+    ("log_level", "events"), [("info", ["call refused"]), ("debug", ["call done"] * 60 + ["call refused"])]
 )
 async def test_the_level_says_which_calls_have_a_line(
     stream: io.StringIO, log_level: str, events: list[str]
 ) -> None:
+    """At debug level each, also of more in a second than lines of failures have."""
     configure_logging(log_level, "json", stream)
-    async with serving(log_level=log_level) as server:
-        await server.answered(executor_pb2.DecodeResponse())
-        await server.refused()
+    state = state_of(Config(log_level=log_level))
+    async with serving(state) as harness:
+        for _ in range(60):
+            await harness.decode(answers, *METADATA)
+        await harness.refused(raises(CacheNotFound()), *METADATA)
     found = [line for line in lines_of(stream) if line["event"].startswith("call ")]
     assert [line["event"] for line in found] == events
     for line in found:
@@ -88,7 +59,7 @@ async def test_the_level_says_which_calls_have_a_line(
         assert (line["code"], line.get("reason")) == (
             ("NOT_FOUND", "CACHE_NOT_FOUND") if failed else ("OK", None)
         )
-    assert server.call_log.refusals == {"CACHE_NOT_FOUND": 1}, "they are counted whatever is logged"
+    assert state.call_log.refusals == {"CACHE_NOT_FOUND": 1}, "they are counted whatever is logged"
 
 
 async def test_a_caller_that_leaves_while_it_is_written_to_is_no_failure(stream: io.StringIO) -> None:
@@ -137,13 +108,3 @@ def test_a_flood_is_logged_in_part_and_counted_in_full(
     assert (refused["event"], cancelled["event"]) == ("call refused", "call cancelled")
     assert refused["suppressed_lines"] == 1950 and "suppressed_lines" not in cancelled
     assert log.refusals == {"QUEUE_FULL": 1000, "DRAINING": 1}
-
-
-async def test_at_debug_level_each_call_has_a_line(stream: io.StringIO) -> None:
-    configure_logging("debug", "json", stream)
-    async with serving(log_level="debug") as server:
-        for _ in range(60):
-            await server.answered(executor_pb2.DecodeResponse())
-    done = [line for line in lines_of(stream) if line["event"] == "call done"]
-    # More than the limit of a second.
-    assert [line["level"] for line in done] == ["debug"] * 60

@@ -1,4 +1,4 @@
-"""Where the processes start that the commands start: also once the current directory is gone."""
+"""Processes that the commands start: where, also once the current directory is gone, and again later."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import errno
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from quire.cli.main import main
+from structlog.testing import capture_logs
 
 from service.cli import worker
 from service.config import Config
@@ -94,3 +97,26 @@ def test_gateways_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (config.model, config.data_dir, config.values()["runtimes"]) == (name, None, "")
     remote = Config(model="of another host", pool_listen="127.0.0.1:1")
     assert parent._with_absolute_paths(remote).model == "of another host"
+
+
+async def test_a_gateway_that_cannot_be_started_for_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, the others ended, too: with a traceback."""
+    monkeypatch.setattr(parent, "_MIN_BACKOFF_S", 0.0)
+    tries = 0
+
+    async def wait() -> int:
+        return 7
+
+    async def start(_: object, _index: int) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(parent._Parent, "_start", start)
+    with capture_logs() as logs:
+        assert await parent._Parent([b""])._keep(0) == 7
+    assert [entry["error"] for entry in logs] == [os.strerror(errno.EAGAIN)] * 2

@@ -8,7 +8,6 @@ import pytest
 from quire.cli.main import main
 
 from service.config import all_settings
-from service.config_sources import read_settings
 from service.pool import pool_files
 from tests.certificates import Authority
 
@@ -145,23 +144,3 @@ def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) ->
     first, second = problems(capsys, "--config", "q.toml")
     assert first == "insecure = true (from q.toml) is refused: must be one of off, on"
     assert second.endswith("must be a whole number from 1024 to 1125899906842624")
-
-
-@pytest.mark.parametrize(
-    ("addresses", "refused"),
-    [
-        ({"listen": "127.0.0.1:7001", "metrics_listen": "127.0.0.1:7001"}, ["metrics_listen"]),
-        ({"listen": "localhost:7001", "openai_listen": "127.0.0.1:7001"}, ["openai_listen"]),
-        ({"openai_listen": "127.0.0.1:7001", "metrics_listen": "0.0.0.0:7001"}, ["openai_listen"]),
-        ({"openai_listen": "[::1]:7001", "metrics_listen": "[::]:7001"}, ["openai_listen"]),
-        ({"openai_listen": "[::1]:7001", "metrics_listen": "0.0.0.0:7001"}, []),
-        ({"openai_listen": "127.0.0.1:7001", "metrics_listen": "127.0.0.2:7001"}, []),
-        ({"openai_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}, []),
-        ({"listen": "unix:/one", "openai_listen": "127.0.0.1:7001"}, []),
-    ],
-)
-def test_two_ports_have_two_addresses(addresses: dict[str, str], refused: list[str]) -> None:
-    """Whether they are in use now is another question."""
-    settings = read_settings({"listen": "127.0.0.1:0"} | addresses, {})
-    assert [error.setting for error in settings.errors] == refused
-    assert all("already" in error.allowed for error in settings.errors)

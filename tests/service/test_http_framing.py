@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import runpy
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +14,32 @@ import pytest
 
 from service.extensions.http import framing
 from tests.service import metrics_server
-from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, raw_request, serving
+from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, raw_chat, serving
+from tests.service.served import HttpPort
 
-PATIENCE_S = 30.0
-Exchange = Callable[[bytes], Awaitable[bytes]]
 HOST = b"Host: localhost\r\n"
+# A request for a chat, and what stands before other bodies of one.
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
+BODY = raw_chat().partition(b"\r\n\r\n")[2]
+LAST = b"Connection: close\r\n"
 # A request that must never be seen: it stands in the body of another.
 HIDDEN = b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n"
 
 
+@pytest.fixture
+async def openai() -> AsyncIterator[HttpPort]:
+    async with serving(FakeRuntime(generate_yes)) as served:
+        yield served
+
+
 @pytest.fixture(params=["openai", "metrics"])
-async def exchange(request: Any, tmp_path: Path) -> AsyncIterator[Exchange]:
-    """Sends bytes to an HTTP port, and returns what comes until the port closes the connection."""
-    async with _port(request.param, tmp_path) as port, asyncio.timeout(PATIENCE_S):
-
-        async def run(data: bytes) -> bytes:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(data)
-            answer = await reader.read()
-            writer.close()
-            return answer
-
-        yield run
-
-
-@asynccontextmanager
-async def _port(name: str, tmp_path: Path) -> AsyncIterator[int]:
-    if name == "openai":
-        async with serving(FakeRuntime(generate_yes)) as front:
-            yield front.port
+async def port(request: Any, openai: HttpPort, tmp_path: Path) -> AsyncIterator[HttpPort]:
+    """Each HTTP port."""
+    if request.param == "openai":
+        yield openai
     else:
         async with metrics_server.serving(tmp_path) as metrics:
-            yield metrics.port
+            yield metrics
 
 
 # Cases of a test share a server, whose end takes a fifth of a second.
@@ -81,9 +73,9 @@ AMBIGUOUS = (
 )
 
 
-async def test_an_ambiguous_request_is_refused_and_its_connection_closed(exchange: Exchange) -> None:
+async def test_an_ambiguous_request_is_refused_and_its_connection_closed(port: HttpPort) -> None:
     for head in AMBIGUOUS:
-        answer = await exchange(b"GET /healthz HTTP/1.1\r\n" + HOST + head + b"0\r\n\r\n" + HIDDEN)
+        answer = await port.send(b"GET /healthz HTTP/1.1\r\n" + HOST + head + b"0\r\n\r\n" + HIDDEN)
         assert answer.count(b"HTTP/1.1 ") == 1, head
         assert answer.split()[1] in (b"400", b"501"), head
         assert b"connection: close" in answer.lower(), head
@@ -102,9 +94,9 @@ BAD_LINES = (
 )
 
 
-async def test_a_bad_request_line_is_refused(exchange: Exchange) -> None:
+async def test_a_bad_request_line_is_refused(port: HttpPort) -> None:
     for request_bytes in BAD_LINES:
-        answer = await exchange(request_bytes + HIDDEN)
+        answer = await port.send(request_bytes + HIDDEN)
         assert answer.count(b"HTTP/1.1 ") == 1, request_bytes
         assert answer.split()[1] == b"400", request_bytes
 
@@ -116,15 +108,10 @@ BAD_CHUNKS = (
 )  # fmt: skip
 
 
-async def test_a_body_of_bad_chunks_is_refused() -> None:
-    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
-        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
-        for chunks in BAD_CHUNKS:
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HIDDEN)
-            answer = await reader.read()
-            assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400 ") == 1, chunks
-            writer.close()
+async def test_a_body_of_bad_chunks_is_refused(openai: HttpPort) -> None:
+    for chunks in BAD_CHUNKS:
+        answer = await openai.send(CHAT + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HIDDEN)
+        assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400 ") == 1, chunks
 
 
 SPACES = b" \t" * 30_000
@@ -136,15 +123,10 @@ WITH_MANY_SPACES = (
 )
 
 
-async def test_many_spaces_are_refused_as_soon_as_few() -> None:
+async def test_many_spaces_are_refused_as_soon_as_few(openai: HttpPort) -> None:
     """Before, a single request, from anybody, stopped the gateway for two minutes."""
-    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
-        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
-        for rest in WITH_MANY_SPACES:
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(head + rest)
-            assert (await reader.read()).startswith(b"HTTP/1.1 400 "), rest[:40]
-            writer.close()
+    for rest in WITH_MANY_SPACES:
+        assert (await openai.send(CHAT + rest)).startswith(b"HTTP/1.1 400 "), rest[:40]
 
 
 @pytest.mark.parametrize("name", ["header_field_re", "chunk_header_re"])
@@ -156,52 +138,30 @@ def test_a_version_of_h11_with_other_patterns_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("spaces", "status"), [(0, b"200"), (2000, b"400")])
-async def test_chunks_may_be_small_but_not_many(spaces: int, status: bytes) -> None:
+async def test_chunks_may_be_small_but_not_many(openai: HttpPort, spaces: int, status: bytes) -> None:
     """Before, a megabyte of chunks of a byte, from anybody, stopped the gateway for seconds."""
-    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
-        body = raw_request().partition(b"\r\n\r\n")[2] + b" " * spaces
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nConnection: close\r\n" + HOST
-        head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
-        answer = await reader.read()
-        assert answer.split()[1] == status
-        assert status == b"200" or b"the chunks of the body are too small" in answer
-        writer.close()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * spaces)
+    answer = await openai.send(CHAT + LAST + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+    assert answer.split()[1] == status
+    assert status == b"200" or b"the chunks of the body are too small" in answer
 
 
-async def test_whole_requests_on_one_connection_are_answered_in_turn() -> None:
-    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        body = raw_request().partition(b"\r\n\r\n")[2]
-        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
-        chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-        last = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n"
-        writer.write(head + chunked + raw_request() + last)
-        answer = await reader.read()
-        assert answer.count(b"HTTP/1.1 200 ") == 3
-        writer.close()
+async def test_whole_requests_on_one_connection_are_answered_in_turn(openai: HttpPort) -> None:
+    chunked = CHAT + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    last = b"GET /health HTTP/1.1\r\n" + LAST + HOST + b"\r\n"
+    assert (await openai.send(chunked + raw_chat() + last)).count(b"HTTP/1.1 200 ") == 3
 
 
 @pytest.mark.parametrize("split_bytes", [1 << 30, 1000])
 @pytest.mark.parametrize(("size_bytes", "is_refused"), [(60_000, False), (66_000, True)])
 async def test_headers_are_limited_however_they_arrive(
-    size_bytes: int, is_refused: bool, split_bytes: int
+    openai: HttpPort, size_bytes: int, is_refused: bool, split_bytes: int
 ) -> None:
-    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        data = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n" + HOST
-        data += b"X: " + b"x" * size_bytes + b"\r\n\r\n"
-        for begin in range(0, len(data), split_bytes):
-            writer.write(data[begin : begin + split_bytes])
-            await writer.drain()
-        try:
-            answer = await reader.read()
-        except ConnectionResetError:
-            # What is sent after the answer can reset the connection before the answer was read.
-            answer = b""
-        assert (b" 200 " not in answer) if is_refused else answer.startswith(b"HTTP/1.1 200 ")
-        writer.close()
+    data = b"GET /v1/models HTTP/1.1\r\n" + LAST + HOST + b"X: " + b"x" * size_bytes + b"\r\n\r\n"
+    parts = (data[begin : begin + split_bytes] for begin in range(0, len(data), split_bytes))
+    # What is sent after a refusal can reset the connection before that was read.
+    answer = await openai.send(*parts)
+    assert (b" 200 " not in answer) if is_refused else answer.startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_whole_url_for_probes_and_metrics(tmp_path: Path) -> None:
@@ -213,18 +173,12 @@ async def test_a_whole_url_for_probes_and_metrics(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("coding", "status"), [("gzip", 415), ("GZIP, gzip", 415), ("br", 415), ("identity", 200)]
 )
-async def test_a_compressed_body_is_refused_by_its_header(coding: str, status: int) -> None:
-    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
-        body = raw_request().partition(b"\r\n\r\n")[2]
-        body = body if status == 200 else gzip.compress(body)
-        head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Connection: close\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body)
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(head + f"Content-Encoding: {coding}\r\n\r\n".encode() + body)
-        answer = await reader.read()
-        writer.close()
-        assert answer.split()[1] == str(status).encode()
-        if status == 415:
-            assert b"accept-encoding: identity" in answer
-            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-            assert error["code"] == "bad_content_encoding"
+async def test_a_compressed_body_is_refused_by_its_header(openai: HttpPort, coding: str, status: int) -> None:
+    body = BODY if status == 200 else gzip.compress(BODY)
+    head = f"Content-Length: {len(body)}\r\nContent-Encoding: {coding}\r\n\r\n".encode()
+    answer = await openai.send(CHAT + LAST + head + body)
+    assert answer.split()[1] == str(status).encode()
+    if status == 415:
+        assert b"accept-encoding: identity" in answer
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "bad_content_encoding"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service import errors
 from service.api.interceptor import CallInterceptor
+from service.api.server_state import ServerState
 from service.config import Config
 from service.errors import CacheNotFound, NoWorker, QuireError
 from service.logging import current_request_id
@@ -27,18 +28,20 @@ Behaviour = Callable[[Any], Awaitable[executor_pb2.DecodeResponse]]
 PATIENCE_S = 30.0
 
 
+async def answers(_request: Any) -> executor_pb2.DecodeResponse:
+    return executor_pb2.DecodeResponse()
+
+
 class Servicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     """Decode and Prefill do what the test says."""
 
     def __init__(self) -> None:
-        self.behave: Behaviour | None = None
+        self.behave: Behaviour = answers
 
     async def Decode(self, request: Any, context: Any) -> Any:
-        assert self.behave is not None
         return await self.behave(request)
 
     async def Prefill(self, request: Any, context: Any) -> Any:
-        assert self.behave is not None
         await self.behave(request)
         return executor_pb2.PrefillResponse()
 
@@ -57,19 +60,30 @@ class Harness:
         self.servicer = servicer
         self.stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
 
-    async def refused(self, behave: Behaviour, **options: Any) -> grpc.aio.AioRpcError:
-        """The error with which a Decode that is handled by `behave` ends."""
+    async def decode(self, behave: Behaviour = answers, *metadata: tuple[str, str]) -> Any:
+        """The answer to a Decode that is handled by `behave`."""
         self.servicer.behave = behave
+        return await self.stub.Decode(executor_pb2.DecodeRequest(), metadata=metadata, timeout=PATIENCE_S)
+
+    async def refused(self, behave: Behaviour, *metadata: tuple[str, str]) -> grpc.aio.AioRpcError:
+        """The error with which one ends."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.stub.Decode(executor_pb2.DecodeRequest(), timeout=PATIENCE_S, **options)
+            await self.decode(behave, *metadata)
         return caught.value
+
+
+@contextlib.asynccontextmanager
+async def serving(state: ServerState | None = None, observers: Sequence[Any] = ()) -> AsyncIterator[Harness]:
+    servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
+    interceptor = CallInterceptor(state or state_of(Config()), None, observers)
+    async with channel_to(servicer, interceptor) as channel:
+        yield Harness(servicer, channel)
 
 
 @pytest_asyncio.fixture
 async def harness() -> AsyncIterator[Harness]:
-    servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
-    async with channel_to(servicer, CallInterceptor(state_of(Config()))) as channel:
-        yield Harness(servicer, channel)
+    async with serving() as harness:
+        yield harness
 
 
 def everything_sent(error: grpc.aio.AioRpcError) -> bytes:
@@ -99,7 +113,7 @@ def raises(error: BaseException) -> Behaviour:
     ids=lambda error: type(error).__name__,
 )
 async def test_nothing_of_an_exception_reaches_the_client(harness: Harness, error: BaseException) -> None:
-    failed = await harness.refused(raises(error), metadata=[("x-request-id", "r-7")])
+    failed = await harness.refused(raises(error), ("x-request-id", "r-7"))
 
     assert failed.code() is grpc.StatusCode.INTERNAL
     assert failed.details() == "internal error"
@@ -116,9 +130,8 @@ async def test_nor_of_one_while_the_request_is_received() -> None:
 
     state = state_of(Config())
     vars(state.receiver)["request"] = fails
-    servicer = Servicer()  # type: ignore[abstract]
-    async with channel_to(servicer, CallInterceptor(state)) as channel:
-        failed = await Harness(servicer, channel).refused(raises(RuntimeError()))
+    async with serving(state) as harness:
+        failed = await harness.refused(raises(RuntimeError()))
     assert client_errors.from_rpc_error(failed).reason == "INTERNAL"
     assert SECRET.encode() not in everything_sent(failed)
 

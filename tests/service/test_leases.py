@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,11 +18,22 @@ from tests.postgres_server import PostgresServer
 from tests.service.owners import Owner, locked, until_waiting
 from tests.service.served import until
 
+LeasesOf = Callable[..., Awaitable[Leases]]
 
-async def leases_of(postgres: PostgresServer, name: str, lease_s: float = 60.0) -> Leases:
-    database = Database(postgres.url)
-    await database.prepare()
-    return Leases(database, name, f"{name}:1", lease_s)
+
+@pytest.fixture
+async def leases_of(postgres: PostgresServer) -> AsyncIterator[LeasesOf]:
+    """Makes those of a gateway, each with a connection of its own."""
+    databases: list[Database] = []
+
+    async def make(name: str, lease_s: float = 60.0) -> Leases:
+        databases.append(Database(postgres.url))
+        await databases[-1].prepare()
+        return Leases(databases[-1], name, f"{name}:1", lease_s)
+
+    yield make
+    for database in databases:
+        await database.close()
 
 
 async def expire(postgres: PostgresServer) -> None:
@@ -31,8 +42,8 @@ async def expire(postgres: PostgresServer) -> None:
     await database.close()
 
 
-async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer) -> None:
-    first, second = await leases_of(postgres, "first"), await leases_of(postgres, "second")
+async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer, leases_of: LeasesOf) -> None:
+    first, second = await leases_of("first"), await leases_of("second")
     lease = await first.acquire(3)
     assert lease is not None and lease.valid_until_s > time.monotonic()
     assert await second.acquire(3) is None
@@ -47,15 +58,11 @@ async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer) -> None
     await first.renew(lease)
     with pytest.raises(OwnershipLost, match="shard 3: another gateway"):
         await first.keep(lease)
-    await first._table.close()
-    await second._table.close()
 
 
-async def test_a_lease_is_shortened_when_the_connection_of_its_last_renewal_ends(
-    postgres: PostgresServer,
-) -> None:
+async def test_a_lease_is_shortened_when_the_connection_of_its_last_renewal_ends(leases_of: LeasesOf) -> None:
     """Whoever was killed need not be waited for. One whose connection is there, may be paused."""
-    killed, other = await leases_of(postgres, "killed"), await leases_of(postgres, "other")
+    killed, other = await leases_of("killed"), await leases_of("other")
     assert await killed.acquire(0) is not None
     lease = await other.acquire(1)
     assert lease is not None
@@ -69,8 +76,6 @@ async def test_a_lease_is_shortened_when_the_connection_of_its_last_renewal_ends
     # It was not killed, and has another connection.
     assert await killed.acquire(0) is not None
     assert all(owned.left_s > 50 for owned in await other.owners())
-    await killed._table.close()
-    await other._table.close()
 
 
 async def test_the_next_process_of_the_same_name_need_not_wait(postgres: PostgresServer) -> None:
@@ -79,8 +84,8 @@ async def test_the_next_process_of_the_same_name_need_not_wait(postgres: Postgre
         assert not await killed.commit(created(1)) and await again.commit(created(2))
 
 
-async def test_a_lease_is_renewed_until_another_has_taken_it(postgres: PostgresServer) -> None:
-    leases, rival = await leases_of(postgres, "first", 0.3), await leases_of(postgres, "rival", 0.3)
+async def test_a_lease_is_renewed_until_another_has_taken_it(leases_of: LeasesOf) -> None:
+    leases, rival = await leases_of("first", 0.3), await leases_of("rival", 0.3)
     lease = await leases.acquire(0)
     assert lease is not None
     keeping = asyncio.create_task(leases.keep(lease))
@@ -93,8 +98,6 @@ async def test_a_lease_is_renewed_until_another_has_taken_it(postgres: PostgresS
     assert lease.valid_until_s < time.monotonic()
     with pytest.raises(OwnershipLost):
         await leases.keep(lease)
-    await leases._table.close()
-    await rival._table.close()
 
 
 async def test_an_owner_that_lost_its_shard_cannot_append(postgres: PostgresServer) -> None:
@@ -139,8 +142,8 @@ async def test_an_append_that_is_under_way_is_before_the_takeover_or_refused(
             await second.__aexit__(None, None, None)
 
 
-async def test_who_watches_sees_changes_of_owners(postgres: PostgresServer) -> None:
-    leases, other = await leases_of(postgres, "first"), await leases_of(postgres, "other")
+async def test_who_watches_sees_changes_of_owners(leases_of: LeasesOf) -> None:
+    leases, other = await leases_of("first"), await leases_of("other")
     seen: asyncio.Queue[Sequence[Owned]] = asyncio.Queue()
     watching = asyncio.create_task(other.watch(seen.put_nowait))
     assert await seen.get() == []
@@ -151,8 +154,6 @@ async def test_who_watches_sees_changes_of_owners(postgres: PostgresServer) -> N
     await leases.give_back(lease)
     assert [owned.address for owned in await seen.get()] == [""]
     watching.cancel()
-    await leases._table.close()
-    await other._table.close()
 
 
 class Away(Database):
@@ -170,10 +171,10 @@ class Away(Database):
 
 
 async def test_owners_can_renew_leases_that_ended_while_the_database_was_away(
-    postgres: PostgresServer,
+    postgres: PostgresServer, leases_of: LeasesOf
 ) -> None:
     """Before, who reached it first took the shards of all others, whose gateways then ended."""
-    leases, database = await leases_of(postgres, "first"), Away(postgres.url)
+    leases, database = await leases_of("first"), Away(postgres.url)
     lease = await leases.acquire(1)
     assert lease is not None
     seen: asyncio.Queue[Sequence[Owned]] = asyncio.Queue()
@@ -189,5 +190,4 @@ async def test_owners_can_renew_leases_that_ended_while_the_database_was_away(
     await until(lambda: database.answers > before + 1)
     assert seen.empty() and not lease.loss
     watching.cancel()
-    await leases._table.close()
     await database.close()

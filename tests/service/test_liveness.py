@@ -1,4 +1,4 @@
-"""Health check of a worker, from its messages and the time during which the gateway was running."""
+"""How long a worker may take to load, to adopt and for a step. Silence: tests/sim/test_shell.py."""
 
 from __future__ import annotations
 
@@ -30,30 +30,6 @@ def in_step(number: int, age_s: float, expected_s: float = 0) -> worker_pb2.Work
     return worker_pb2.WorkerSnapshot(
         step_number=number, step_age_ns=int(age_s * 1e9), step_expected_ns=int(expected_s * 1e9)
     )
-
-
-def test_silent_worker_is_suspect_then_killed() -> None:
-    liveness = ready()
-    seen = []
-    for seconds in (0.5, 0.25):
-        pass_time(liveness, seconds)
-        seen.append(liveness.is_suspect)
-    assert seen == [False, True] and liveness.check() is None
-    liveness.on_message()
-    assert not liveness.is_suspect
-    pass_time(liveness, 10.5)
-    assert liveness.check() == SILENT
-
-
-@pytest.mark.parametrize("pauses_s", [[3600.0], [5.0, 5.0, 5.0]])
-def test_pause_of_the_gateway_is_not_silence(pauses_s: list[float]) -> None:
-    liveness = ready()
-    for pause_s in pauses_s:
-        liveness.tick(pause_s)
-    assert liveness.check() is None
-    # Messages that arrived during the pause are read after the first tick.
-    liveness.on_message()
-    assert not liveness.is_suspect
 
 
 def test_adopt_command_has_the_timeout_of_a_step() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,6 +105,15 @@ class Loads(Bench):
         return serves and self.gateway.machine.weights.serving == 0 and self.stored()["model"] == MODEL
 
 
+MakeLoads = Callable[..., Loads]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLoads:
+    """Makes a bench whose later workers behave as planned."""
+    return functools.partial(Loads, tmp_path, monkeypatch)
+
+
 @contextlib.asynccontextmanager
 async def serving(bench: Loads) -> AsyncIterator[None]:
     running = asyncio.create_task(bench.run())
@@ -112,10 +122,8 @@ async def serving(bench: Loads) -> AsyncIterator[None]:
     await stop(running)
 
 
-async def test_a_worker_that_ends_after_the_switch_is_restarted_with_the_new_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Loads(tmp_path, monkeypatch, serves_another_model)
+async def test_a_worker_that_ends_after_the_switch_is_restarted_with_the_new_weights(make: MakeLoads) -> None:
+    bench = make(serves_another_model)
     async with serving(bench):
         assert await bench.load() == [PHASES.LOAD_WEIGHTS_PHASE_LOADING, PHASES.LOAD_WEIGHTS_PHASE_SERVING]
         stored = bench.stored()
@@ -129,10 +137,8 @@ async def test_a_worker_that_ends_after_the_switch_is_restarted_with_the_new_wei
 
 
 @pytest.mark.parametrize("why", ["the model differs", ""])
-async def test_weights_that_a_worker_refuses_are_not_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    bench = Loads(tmp_path, monkeypatch)
+async def test_weights_that_a_worker_refuses_are_not_served(make: MakeLoads, why: str) -> None:
+    bench = make()
     async with serving(bench):
         bench.reader.refusal = why or "the server's log says why"
         with pytest.raises(LoadFailed, match=bench.reader.refusal):
@@ -143,10 +149,8 @@ async def test_weights_that_a_worker_refuses_are_not_served(
         assert bench.gateway.machine.weights.serving == 1
 
 
-async def test_a_caller_who_does_not_read_the_progress_keeps_no_others_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Loads(tmp_path, monkeypatch)
+async def test_a_caller_who_does_not_read_the_progress_keeps_no_others_out(make: MakeLoads) -> None:
+    bench = make()
     async with serving(bench):
         unread = bench.loader.replace(str(bench.source), PreviousCaches.END)
         assert (await anext(unread)).phase == PHASES.LOAD_WEIGHTS_PHASE_LOADING
@@ -155,10 +159,10 @@ async def test_a_caller_who_does_not_read_the_progress_keeps_no_others_out(
 
 
 async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeLoads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has read them, died, and has loaded the previous ones again when the slower worker has read them."""
-    bench = Loads(tmp_path, monkeypatch, workers=2)
+    bench = make(workers=2)
     replaced, lost = list[tuple[str, int]](), list[tuple[str, int]]()
     bench.reader.second_may_read.clear()
 
@@ -192,9 +196,7 @@ async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_w
     assert bench.reader.applied == [2]
 
 
-async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it(make: MakeLoads) -> None:
     """It has loaded the previous weights."""
     may_be_ready = asyncio.Event()
 
@@ -203,7 +205,7 @@ async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it
         async for response in serves_another_model(requests):
             yield response
 
-    bench = Loads(tmp_path, monkeypatch, is_slow, serves_another_model)
+    bench = make(is_slow, serves_another_model)
     async with serving(bench):
         bench.journal.is_slow = True
         loading = asyncio.create_task(bench.load())
@@ -222,8 +224,8 @@ async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it
         assert [config.model for config in bench.launcher.configs] == [MODEL, MODEL, str(bench.source)]
 
 
-async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Loads(tmp_path, monkeypatch)
+async def test_switch_that_cannot_be_stored_fails(make: MakeLoads) -> None:
+    bench = make()
     async with serving(bench):
         bench.journal.fails = True
         with pytest.raises(StorageUnavailable):
@@ -233,8 +235,10 @@ async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: p
             await asyncio.sleep(0)
 
 
-async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Loads(tmp_path, monkeypatch)
+async def test_missing_or_too_large_model_is_refused(
+    make: MakeLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
     (bench.source / "model.safetensors").write_bytes(bytes(1000))
     # What affinity and cgroups allow: of the machine more may be free.
     monkeypatch.setattr(loading_module, "available_bytes", lambda: 999)
@@ -253,11 +257,9 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
         assert bench.is_unchanged() and bench.launcher.attempts == 1
 
 
-async def test_a_link_to_nothing_is_refused_by_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_link_to_nothing_is_refused_by_workers(make: MakeLoads, tmp_path: Path) -> None:
     """They name the file. So it is in a cache of the hub whose download was not completed."""
-    bench = Loads(tmp_path, monkeypatch)
+    bench = make()
     (bench.source / "model.safetensors").symlink_to(tmp_path / "nothing")
     async with serving(bench):
         ready = bench.versions.slots[0].ready
@@ -269,10 +271,10 @@ async def test_a_link_to_nothing_is_refused_by_workers(
 
 
 async def test_draining_worker_is_replaced_if_the_caller_cancels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeLoads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would stay ready without taking work."""
-    bench = Loads(tmp_path, monkeypatch, works)
+    bench = make(works)
     draining = asyncio.Event()
     monkeypatch.setattr(bench.dispatcher, "worker_draining", lambda *_: draining.set())
     async with serving(bench):

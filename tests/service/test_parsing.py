@@ -24,7 +24,7 @@ from service.api.time_slice import TimeSlice
 from service.config import Config
 from service.errors import InvalidArgument, QuireError
 from tests.raw_messages import packed
-from tests.service.served import state_of
+from tests.service.served import state_of, turns_of
 from workers.common import worker_pb2
 
 VOCAB = 100_000
@@ -145,25 +145,13 @@ def slice_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slice_of_a_piece")
-def test_others_run_between_the_pieces() -> None:
+async def test_others_run_between_the_pieces() -> None:
     data = pb.PrefillRequest(token_ids=[5] * 200_000).SerializeToString()
-    turns = 0
-
-    async def neighbour() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def main() -> None:
-        beside = asyncio.create_task(neighbour())
-        large = parsing.deferring_deserializer(pb.PrefillRequest.FromString, LARGE)(data)
-        assert isinstance(large, LargeRequest)
-        assert len((await large.parse()).token_ids) == 200_000  # type: ignore[union-attr]
-        beside.cancel()
-
-    asyncio.run(main())
-    assert turns >= len(data) // parsing._PIECE_BYTES
+    large = parsing.deferring_deserializer(pb.PrefillRequest.FromString, LARGE)(data)
+    assert isinstance(large, LargeRequest)
+    request: Any
+    request, turns = await turns_of(large.parse())
+    assert len(request.token_ids) == 200_000 and turns >= len(data) // parsing._PIECE_BYTES
 
 
 async def test_more_seeds_than_draws_are_refused_unparsed() -> None:

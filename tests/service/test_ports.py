@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from quire.cli.main import complete_parser
@@ -17,43 +18,64 @@ from service.shard import Shard
 from tests.load_config import load_config
 
 TWO = {"gateways": "2", "workers": "2"}
+OPENAI = {"openai_listen": "localhost:7001"}
 
 
 @pytest.mark.parametrize(
     ("flags", "setting", "said"),
     [
         (
-            {"metrics_listen": "127.0.0.1:50050"},
+            TWO | {"metrics_listen": "127.0.0.1:50050"},
             "metrics_listen",
             r"gateways = 2, gateway 1 has 127\.0\.0\.1:50051: listen has this port already",
         ),
         (
-            {"metrics_listen": "0.0.0.0:50050"},
+            TWO | {"metrics_listen": "0.0.0.0:50050"},
             "metrics_listen",
             r"gateways = 2, gateway 1 has 0\.0\.0\.0:50051: listen has",
         ),
         (
-            {"metrics_listen": "127.0.0.1:65535"},
+            TWO | {"metrics_listen": "127.0.0.1:65535"},
             "metrics_listen",
             "needs a port for each of gateways = 2, of which the last is 65535",
         ),
         (
-            {"metrics_listen": "127.0.0.1:8079", "openai_listen": "127.0.0.1:8080"},
+            TWO | {"metrics_listen": "127.0.0.1:8079", "openai_listen": "127.0.0.1:8080"},
             "metrics_listen",
             "gateway 1 has 127.0.0.1:8080: openai_listen has this port already",
         ),
         (
-            {"metrics_listen": "127.0.0.1:8080", "openai_listen": "localhost:8080"},
+            TWO | OPENAI | {"metrics_listen": "127.0.0.1:7001"},
             "openai_listen",
-            "metrics_listen has this port already",
+            "metrics_listen has this port",
         ),
-        ({"openai_listen": "127.0.0.1:50051"}, "openai_listen", "listen has this port already"),
+        (TWO | {"openai_listen": "127.0.0.1:50051"}, "openai_listen", "listen has this port already"),
+        ({"listen": "127.0.0.1:7", "metrics_listen": "127.0.0.1:7"}, "metrics_listen", "already"),
+        (OPENAI | {"metrics_listen": "0.0.0.0:7001"}, "openai_listen", "already"),
+        ({"openai_listen": "[::1]:7", "metrics_listen": "[::]:7"}, "openai_listen", "already"),
+        # Also after a restart.
+        ({"pool": "POOL", "pool_listen": "127.0.0.1:0"}, "pool_listen", "needs a port that workers know"),
+        ({"advertise": "host:0"}, "advertise", "without port 0"),
     ],
 )
-def test_ports_of_several_gateways(flags: dict[str, str], setting: str, said: str) -> None:
+def test_ports_that_are_refused(flags: dict[str, str], setting: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
-        load_config(TWO | flags, {})
+        load_config({name: value.replace("POOL", str(tmp_path)) for name, value in flags.items()}, {})
     assert refused.value.setting == setting
+
+
+@pytest.mark.parametrize(
+    "addresses",
+    [
+        {"openai_listen": "[::1]:7001", "metrics_listen": "0.0.0.0:7001"},
+        OPENAI | {"metrics_listen": "127.0.0.2:7001"},
+        {"openai_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+        OPENAI | {"listen": "unix:/one"},
+    ],
+)
+def test_two_ports_have_two_addresses(addresses: dict[str, str]) -> None:
+    """Whether they are in use now is another question."""
+    load_config(addresses, {})
 
 
 def test_the_last_ports_and_free_ones_are_possible() -> None:
@@ -92,19 +114,6 @@ def test_each_gateway_is_told_its_port() -> None:
 )
 def test_gateways_of_a_worker_are_different_ones(value: str, is_valid: bool) -> None:
     assert are_addresses(value) == is_valid
-
-
-def test_workers_know_the_port_that_they_dial(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Also after a restart."""
-    pool = {"pool": str(tmp_path_factory.mktemp("pool"))}
-    with pytest.raises(ConfigError, match="needs a port that workers know") as refused:
-        load_config(pool | {"pool_listen": "127.0.0.1:0"}, {})
-    assert refused.value.setting == "pool_listen"
-
-
-def test_clients_cannot_call_port_0() -> None:
-    with pytest.raises(ConfigError, match="without port 0"):
-        load_config({"advertise": "host:0"}, {})
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:500610", "h:+1", "h", "", "unix:/x", "h:-1"])

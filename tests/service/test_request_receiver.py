@@ -75,10 +75,12 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_a_request_that_does_not_arrive_is_ended_with_a_status() -> None:
+@pytest.mark.parametrize("method", [DECODE, CHECK, WATCH])
+async def test_a_request_that_does_not_arrive_is_ended_with_a_status(method: str) -> None:
+    """Also one to another service."""
     async with serving(message_timeout_s=SOON_S) as (receiver, channel):
-        method: Any = channel.stream_unary(DECODE)
-        failed = await failure(method(Silence(), timeout=PATIENCE_S))
+        start: Any = channel.stream_unary(method)
+        failed = await failure(start(Silence(), timeout=PATIENCE_S))
         assert failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         parsed = client_errors.from_rpc_error(failed)
         assert (parsed.reason, parsed.metadata["timeout_s"]) == ("MESSAGE_TIMEOUT", "0.1")
@@ -103,15 +105,6 @@ async def test_of_many_slow_requests_the_newest_are_ended() -> None:
         for call in kept:
             call.cancel()
         await until(lambda: receiver.arriving == 0)
-
-
-@pytest.mark.parametrize("method", [CHECK, WATCH])
-async def test_requests_to_other_services_are_ended_too(method: str) -> None:
-    async with serving(message_timeout_s=SOON_S) as (receiver, channel):
-        start: Any = channel.stream_unary(method)
-        failed = await failure(start(Silence(), timeout=PATIENCE_S))
-        assert client_errors.from_rpc_error(failed).reason == "MESSAGE_TIMEOUT"
-        assert receiver.arriving == 0
 
 
 async def test_a_call_without_a_message_is_refused() -> None:

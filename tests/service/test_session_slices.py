@@ -1,4 +1,4 @@
-"""A Session is one caller. Its messages are started in slices, within limits; others run between two."""
+"""A Session is one caller. Its messages are started in slices; others run between two. Stops are measured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.v1 import types_pb2
 
 from service.api import session as session_module
 from service.api.session import Session, SessionContext
-from service.api.time_slice import SLICE_S, TimeSlice
+from service.api.time_slice import SLICE_S, LoopWatch, TimeSlice
+from service.caches.admission import Limits
 from service.caches.effects import Send
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
-from service.caches.reservations import Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
@@ -66,6 +66,15 @@ class Harness:
 
     def _send(self, commands: Sequence[Send]) -> None:
         self.sent += forwards_in(commands)
+
+    async def sent_in_turns(self, count: int) -> list[int]:
+        """How many forwards each turn of the event loop sends, until there are so many."""
+        in_a_turn: list[int] = []
+        while sum(in_a_turn) < count:
+            before = len(self.sent)
+            await asyncio.sleep(0)
+            in_a_turn.append(len(self.sent) - before)
+        return in_a_turn
 
     def answer(self, caller: int | None = None) -> None:
         """The worker answers all it was sent, or all of one caller."""
@@ -136,12 +145,7 @@ async def test_others_run_between_the_slices_of_a_message(monkeypatch: pytest.Mo
     monkeypatch.setattr(session_module, "TimeSlice", slow_clock(8))
     harness = Harness(Config())
     session = harness.start(forwards(200))
-    in_a_turn: list[int] = []
-    while sum(in_a_turn) < 200:
-        before = len(harness.sent)
-        await asyncio.sleep(0)
-        in_a_turn.append(len(harness.sent) - before)
-    assert 0 < max(in_a_turn) <= 8
+    assert 0 < max(await harness.sent_in_turns(200)) <= 8
     harness.answer()
     await session
     assert sorted(result.tag for result in harness.peer.results) == list(range(200))
@@ -166,11 +170,19 @@ async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyP
     prefill = pb.PrefillRequest(token_ids=[1])
     batch = pb.BatchPrefillRequest(items=[prefill] * 40)
     session = harness.start([pb.SessionCall(tag=tag, batch_prefill=batch) for tag in range(10)])
-    in_a_turn: list[int] = []
-    while sum(in_a_turn) < 400:
-        before = len(harness.sent)
-        await asyncio.sleep(0)
-        in_a_turn.append(len(harness.sent) - before)
-    assert max(in_a_turn) == 80
+    assert max(await harness.sent_in_turns(400)) == 80
     harness.answer()
     await session
+
+
+async def test_the_longest_blocking_stretch_is_measured() -> None:
+    """The clock advances only while the loop is blocked. Waiting takes no time."""
+    now_s = 0.0
+    watch = LoopWatch(lambda: now_s)
+    watching = asyncio.create_task(watch.run())
+    for worked_s in (0.5, 2.0, 1.0):
+        await asyncio.sleep(0.03)
+        now_s += worked_s
+    await asyncio.sleep(0.03)
+    assert 1.9 < watch.longest_stretch_s <= 2.0
+    watching.cancel()

@@ -23,6 +23,7 @@ from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import Stream
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import Supervisor
+from service.server import _report_failure
 from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
@@ -355,3 +356,17 @@ async def test_a_worker_that_dies_while_it_is_asked_fails_nobody(bench_of: MakeB
         await asyncio.sleep(0)
         bench.launcher.started[0].exit()
         assert await refresh == bench.versions.slots
+
+
+async def _fails(error: BaseException) -> None:
+    raise error
+
+
+async def test_errors_are_told_one_by_one_however_deep_they_lie_in_groups() -> None:
+    deep = ExceptionGroup("inner", [PoolFailed("it never starts"), ExceptionGroup("", [OSError("other")])])
+    workers = asyncio.create_task(_fails(ExceptionGroup("outer", [deep])))
+    await asyncio.wait({workers})
+    with structlog.testing.capture_logs() as logs:
+        assert _report_failure(workers) == 1
+    said = [(record["event"], record.get("error")) for record in logs]
+    assert said == [("cannot start workers", "it never starts"), ("the worker pool failed", None)]

@@ -8,18 +8,15 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
-import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from quire.v1 import executor_pb2, executor_pb2_grpc
+from quire.v1 import executor_pb2
 
-from service.api.interceptor import CallInterceptor
 from service.api.status import to_status
 from service.api.trace_context import trace_id_of
 from service.config import Config
@@ -29,8 +26,7 @@ from service.extensions.tracing.streams import TracedSession
 from service.extensions.tracing.tracer import Tracing
 from service.settings import ConfigError
 from tests.collector import Collector, Received
-from tests.service.served import channel_to, state_of
-from tests.service.test_interceptor import SECRET, Servicer, raises
+from tests.service.test_interceptor import SECRET, Harness, answers, raises, serving
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -44,31 +40,14 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield collector
 
 
-class Traced:
-    """A server with the interceptor and a tracer, and a client of it."""
-
-    def __init__(self, servicer: Servicer, channel: grpc.aio.Channel) -> None:
-        self.servicer = servicer
-        self.servicer.behave = self._answer
-        self._stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-
-    async def _answer(self, _request: Any) -> executor_pb2.DecodeResponse:
-        return executor_pb2.DecodeResponse()
-
-    def decode(self, *metadata: tuple[str, str]) -> Any:
-        return self._stub.Decode(executor_pb2.DecodeRequest(), metadata=metadata, timeout=PATIENCE_S)
-
-
 @contextlib.asynccontextmanager
-async def traced(endpoint: str) -> AsyncIterator[Traced]:
-    """Its tracer is closed at the end, which exports what is left."""
+async def traced(endpoint: str) -> AsyncIterator[Harness]:
+    """A client of a server with a tracer, which is closed at the end, and then exports what is left."""
     tracer = Tracing(endpoint)
     assert tracer.calls is not None
-    interceptor = CallInterceptor(state_of(Config()), None, [tracer.calls])
-    servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
     try:
-        async with channel_to(servicer, interceptor) as channel:
-            yield Traced(servicer, channel)
+        async with serving(observers=[tracer.calls]) as harness:
+            yield harness
     finally:
         await asyncio.to_thread(tracer.close)
 
@@ -83,9 +62,7 @@ async def exported(collector: Collector, count: int) -> list[Received]:
 )
 async def test_an_error_is_its_reason(collector: Collector, error: Exception, reason: str, code: int) -> None:
     async with traced(collector.endpoint) as server:
-        server.servicer.behave = raises(error)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await server.decode()
+        await server.refused(raises(error))
         (one,) = await exported(collector, 1)
     assert (one.span.status.code, one.span.status.message) == (one.span.status.STATUS_CODE_ERROR, reason)
     assert one.attributes["rpc.grpc.status_code"] == code and one.attributes["error.type"] == reason
@@ -94,12 +71,8 @@ async def test_an_error_is_its_reason(collector: Collector, error: Exception, re
 
 async def test_strangers_make_no_spans(collector: Collector) -> None:
     async with traced(collector.endpoint) as server:
-        server.servicer.behave = raises(Unauthenticated("BAD_TOKEN", "unknown"))
-        with pytest.raises(grpc.aio.AioRpcError):
-            await server.decode()
-        server.servicer.behave = raises(CacheNotFound())
-        with pytest.raises(grpc.aio.AioRpcError):
-            await server.decode()
+        await server.refused(raises(Unauthenticated("BAD_TOKEN", "unknown")))
+        await server.refused(raises(CacheNotFound()))
     assert [one.span.status.message for one in collector.spans()] == ["CACHE_NOT_FOUND"]
 
 
@@ -107,9 +80,9 @@ async def test_what_callers_send_is_not_logged(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with traced(collector.endpoint) as server:
-        await server.decode(("traceparent", SAMPLED), ("tracestate", f"{SECRET},{SECRET}"))
+        await server.decode(answers, ("traceparent", SAMPLED), ("tracestate", f"{SECRET},{SECRET}"))
         (one,) = await exported(collector, 1)
-        await server.decode(("traceparent", SAMPLED + 600 * "-"))
+        await server.decode(answers, ("traceparent", SAMPLED + 600 * "-"))
     assert one.trace_id == TRACE and not one.span.trace_state
     assert SECRET not in caplog.text and "traceparent" not in caplog.text
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,11 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2, types_pb2
 
 from service import errors
-from service.api import validation
-from service.api.request_limits import RequestLimits
+from service.api import request_limits, validation
+from service.api.request_limits import Experts, RequestLimits
 from service.api.status import to_status
+from service.api.verify_rows import check_verify_rows
+from service.errors import InvalidArgument
 
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
@@ -36,26 +40,6 @@ def refusal(check: Callable[..., Any], *arguments: object) -> tuple[str, str] | 
 
 def refusal_of(output: types_pb2.OutputOptions, limits: RequestLimits = LIMITS) -> tuple[str, str] | None:
     return refusal(validation.check_output, output, limits, 1)
-
-
-@pytest.mark.parametrize(
-    ("field", "most", "make"),
-    [
-        ("top_logprobs", 1024, lambda count: {"top_logprobs": count}),
-        ("logprob_token_ids", 4096, lambda count: {"logprob_token_ids": range(count)}),
-        (
-            "sampling.logit_bias",
-            1024,
-            lambda count: {"sampling": {"logit_bias": dict.fromkeys(range(count), 1)}},
-        ),
-        ("hidden.layers", 8, lambda count: {"hidden": {"layers": range(1, count + 1)}}),
-    ],
-)
-def test_lists_are_limited(field: str, most: int, make: Callable[[int], dict[str, Any]]) -> None:
-    limits = RequestLimits(5000, 1 << 30, hidden_size=8, num_layers=20)
-    assert refusal_of(types_pb2.OutputOptions(**make(most)), limits) is None
-    found = refusal_of(types_pb2.OutputOptions(**make(most + 1)), limits)
-    assert found is not None and found[1] == f"output.{field}"
 
 
 # The ranges as types.proto states them: lowest, whether that is allowed, highest, whether that is allowed.
@@ -236,3 +220,54 @@ def test_a_batch_has_items_and_no_more_than_can_be_answered() -> None:
     few = RequestLimits(VOCAB, 1 << 20, max_items=10)
     assert refusal(validation.check_batch, [None] * 10, few) is None
     assert refusal(validation.check_batch, [None] * 11, few) == ("TOO_MANY_ITEMS", "items")
+
+
+MANY = 1_000_000
+
+
+def test_a_draft_of_too_many_tokens_is_refused_before_it_is_read() -> None:
+    """Reading some millions takes a second, in which nobody else is served."""
+    draft = types_pb2.DraftProbabilities(token_ids=[1] * MANY, probabilities=[1.0] * MANY)
+    rows = [types_pb2.VerifyRow(draft=draft), types_pb2.VerifyRow()]
+    request = executor_pb2.ForwardVerifyRequest(
+        cache_id="x", token_ids=[1, 2], rows=rows, accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE
+    )
+    tracemalloc.start()
+    before_bytes = 0
+    try:
+        # The first one imports what it needs.
+        for _ in range(2):
+            tracemalloc.reset_peak()
+            before_bytes = tracemalloc.get_traced_memory()[0]
+            with pytest.raises(InvalidArgument, match="must be 1 to 4096 different tokens"):
+                check_verify_rows(request, RequestLimits(100, 1 << 20))
+        assert tracemalloc.get_traced_memory()[1] - before_bytes < MANY
+    finally:
+        tracemalloc.stop()
+
+
+LAYERS, PER_TOKEN = 3, 4
+
+
+@pytest.mark.parametrize("count", [8, 255, 257])
+def test_the_first_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """In whatever block it is. Rows are right unless an expert is unknown or occurs twice."""
+    monkeypatch.setattr(request_limits, "_BLOCK_ROWS", 5)
+    described = types_pb2.ModelDescription(moe_layers=LAYERS, num_experts=count, experts_per_token=PER_TOKEN)
+    model, dice = Experts(described), random.Random(count)
+    width = 1 if count <= 256 else 2
+    for tokens in range(1, 12):
+        rows = [dice.sample(range(count), PER_TOKEN) for _ in range(tokens * LAYERS)]
+
+        def check() -> None:
+            data = b"".join(one.to_bytes(width, "little") for row in rows for one in row)  # noqa: B023
+            model.check_replay(data, 0, tokens)  # noqa: B023
+
+        check()
+        token, layer = divmod(dice.randrange(len(rows)), LAYERS)
+        place, other = dice.sample(range(PER_TOKEN), 2)
+        row = rows[token * LAYERS + layer]
+        for wrong, text in (row[other], "occurs more than once"), (count, f"expert {count} of {count}"):
+            row[place] = wrong
+            with pytest.raises(InvalidArgument, match=f"{text}, in layer {layer} .* token {token}"):
+                check()

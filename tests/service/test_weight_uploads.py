@@ -81,7 +81,14 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model: Path) -> None:
+@pytest.fixture
+async def server(tmp_path: Path, model: Path) -> Server:
+    return Server(tmp_path / "data", model)
+
+
+async def test_other_files_of_the_served_model_are_copied(
+    tmp_path: Path, model: Path, server: Server
+) -> None:
     """Not linked to: a trainer may write to them. No weights, and nothing that would block."""
     blob = tmp_path / "blob"
     blob.write_text("tokenizer")
@@ -97,7 +104,6 @@ async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model:
     os.mkfifo(model / "fifo")
     with (model / "large.txt").open("wb") as large:
         large.truncate((64 << 20) + 1)
-    server = Server(tmp_path / "data", model)
     directory = server.find(await server.upload())
     blob.write_text("other")
     files = {
@@ -114,25 +120,21 @@ async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model:
     assert not any(path.is_symlink() for path in directory.rglob("*"))
 
 
-async def test_float32_may_replace_bfloat16(tmp_path: Path, model: Path) -> None:
+async def test_float32_may_replace_bfloat16(model: Path, server: Server) -> None:
     """Twice the bytes of all files, and 1 MiB for names."""
     for name in ("a", "b"):
         (model / f"{name}.safetensors").write_bytes(bytes(1 << 20))
-    server = Server(tmp_path / "data", model)
     await server.uploads.receive(messages(bytes(5 << 20)))
     with pytest.raises(InvalidArgument, match="from 1 to 5242880"):
         await server.uploads.receive(messages(bytes((5 << 20) + 1)))
 
 
-async def test_a_full_disk_leaves_nothing(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether that is known before or while it is written."""
 
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    server = Server(tmp_path / "data", model)
     # The journal needs the same disk.
     almost_full = SimpleNamespace(free=RESERVE_BYTES + len(DATA) - 1)
     for module, name, disk in ((os, "fsync", full), (shutil, "disk_usage", lambda _: almost_full)):
@@ -145,9 +147,8 @@ async def test_a_full_disk_leaves_nothing(
     assert server.kept() == [source]
 
 
-async def test_the_next_gateway_keeps_what_it_may_serve(tmp_path: Path, model: Path) -> None:
+async def test_the_next_gateway_keeps_what_it_may_serve(tmp_path: Path, model: Path, server: Server) -> None:
     """Also with other settings, which may be a mistake."""
-    server = Server(tmp_path / "data", model)
     source = await server.upload()
     server.serve(server.find(source))
     await server.upload()
@@ -227,24 +228,18 @@ async def test_what_outlives_nothing_does_not_wait_for_the_disk(
     server.uploads.directory.close()
 
 
-def load(server: Server, source: str, error: QuireError) -> None:
-    with pytest.raises(type(error)), server.uploads.loading(source):
-        raise error
-
-
 @pytest.mark.parametrize(("error", "is_kept"), [(LoadFailed("it is broken"), False), (NoMemory(2, 1), True)])
 async def test_only_a_broken_upload_has_to_be_sent_again(
-    tmp_path: Path, model: Path, error: QuireError, is_kept: bool
+    server: Server, error: QuireError, is_kept: bool
 ) -> None:
-    server = Server(tmp_path / "data", model)
     source = await server.upload()
-    load(server, source, error)
+    with pytest.raises(type(error)), server.uploads.loading(source):
+        raise error
     assert (server.uploads.find(source) is not None) == is_kept
     assert server.kept() == [source] * is_kept
 
 
-async def test_an_upload_that_is_being_loaded_is_not_replaced(tmp_path: Path, model: Path) -> None:
-    server = Server(tmp_path / "data", model)
+async def test_an_upload_that_is_being_loaded_is_not_replaced(server: Server) -> None:
     first = await server.upload()
     with server.uploads.loading(first):
         second = await server.upload()
@@ -256,21 +251,21 @@ async def test_an_upload_that_is_being_loaded_is_not_replaced(tmp_path: Path, mo
 
 
 async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[str] = set()
     monkeypatch.setattr(os, "fsync", lambda file: synced.add(str(Path(f"/proc/self/fd/{file}").readlink())))
-    server = Server(tmp_path / "home", model)
     directory = server.find(await server.upload())
-    uploads = tmp_path / "home" / "weight-uploads"
+    uploads = tmp_path / "data" / "weight-uploads"
     above = [path for path in directory.parents if path.is_relative_to(uploads.parent)]
     assert synced >= {str(path) for path in (*directory.iterdir(), directory, *above)}
 
 
-async def test_a_copy_of_the_data_directory_has_the_weights_of_its_own(tmp_path: Path, model: Path) -> None:
+async def test_a_copy_of_the_data_directory_has_the_weights_of_its_own(
+    tmp_path: Path, model: Path, server: Server
+) -> None:
     """Before, the next gateway served those of the original, and removed the copy's."""
     original, backup = tmp_path / "data", tmp_path / "backup"
-    server = Server(original, model)
     source = await server.upload()
     server.serve(server.find(source))
     shutil.copytree(original, backup)
@@ -280,13 +275,12 @@ async def test_a_copy_of_the_data_directory_has_the_weights_of_its_own(tmp_path:
     assert (restored.find(source) / MODEL).read_bytes() == DATA
 
 
-async def test_empty_parts_do_not_keep_the_slot(tmp_path: Path, model: Path) -> None:
+async def test_empty_parts_do_not_keep_the_slot(server: Server) -> None:
     async def stalled() -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
         yield admin_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(DATA))
         while True:
             yield admin_pb2.UploadWeightsRequest()
 
-    server = Server(tmp_path / "home", model)
     with pytest.raises(InvalidArgument, match="is empty"):
         await server.uploads.receive(stalled())
     assert server.kept() == []

@@ -44,6 +44,12 @@ class Worker:
         async with asyncio.timeout(PATIENCE_S):
             return await anext(self.stream, None)
 
+    async def refusal(self) -> str:
+        """Why it is sent away, which is the next that it is told."""
+        said = await self.next()
+        assert said is not None
+        return said.refusal
+
     async def lease(self) -> worker_pb2.Lease:
         """Takes the next lease."""
         message = await self.next()
@@ -90,10 +96,15 @@ class Site:
         made.connect(self.place)
         return made
 
+    async def greeted(self, **hello: object) -> Worker:
+        """A worker that has said who it is."""
+        worker = await self.dial()
+        await worker.says(**hello)
+        return worker
+
     async def waits(self, **hello: object) -> Worker:
         """A worker that waits for a lease."""
-        before, worker = len(self.port._waiting), await self.dial()
-        await worker.says(**hello)
+        before, worker = len(self.port._waiting), await self.greeted(**hello)
         while len(self.port._waiting) == before:
             await asyncio.sleep(0.01)
         return worker
@@ -156,10 +167,7 @@ async def test_one_with_kv_is_preferred_and_a_named_one_is_for_who_asks(site: Si
 async def test_who_is_sent_away_and_told_why(site: Site, hello: dict[str, object], why: str) -> None:
     worker = await site.waits()
     await site.leased(worker, 1)
-    stranger = await site.dial()
-    await stranger.says(**hello)
-    said = await stranger.next()
-    assert said is not None and said.refusal == why
+    assert await (await site.greeted(**hello)).refusal() == why
     assert not worker.stream.has_ended, "who has the lease is left alone"
 
 
@@ -197,36 +205,27 @@ async def test_who_says_nothing_is_sent_away(site: Site, monkeypatch: pytest.Mon
 
 async def test_workers_without_need_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_port, "_MAX_WAITING", 1)
-    first, second = await site.waits(), await site.dial()
-    await second.says()
-    said = await second.next()
-    assert said is not None and said.refusal == "too many workers wait already"
+    first = await site.waits()
+    assert await (await site.greeted()).refusal() == "too many workers wait already"
     # Those that are gone do not count.
     first.stream.close()
     await asyncio.sleep(0.1)
-    third = await site.dial()
-    await third.says()
-    await site.leased(third, 1)
+    await site.leased(await site.greeted(), 1)
 
 
 async def test_who_is_refused_holds_few_connections(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_port, "_MAX_REFUSED", 1)
     monkeypatch.setattr(worker_port, "_FAREWELL_S", PATIENCE_S)
-    told, other = await site.dial(), await site.dial()
-    await told.says(protocol="another")
-    said = await told.next()
-    assert said is not None and said.refusal
-    await other.says(protocol="another")
+    told = await site.greeted(protocol="another")
+    assert await told.refusal()
+    other = await site.greeted(protocol="another")
     assert await other.next() is None
     # Who closes the stream makes room.
     told.stream.close()
     assert await told.next() is None
     while site.port._refusing:
         await asyncio.sleep(0.01)
-    third = await site.dial()
-    await third.says(protocol="another")
-    said = await third.next()
-    assert said is not None and said.refusal
+    assert await (await site.greeted(protocol="another")).refusal()
 
 
 async def test_one_that_is_wanted_is_let_in_although_too_many_wait(
@@ -237,8 +236,7 @@ async def test_one_that_is_wanted_is_let_in_although_too_many_wait(
     await site.waits()
     taking = asyncio.create_task(site.take("a"))
     await asyncio.sleep(0)
-    wanted = await site.dial()
-    await wanted.says(name="a")
+    await site.greeted(name="a")
     assert (await taking).hello.name == "a"
 
 
@@ -261,10 +259,8 @@ async def test_shards_share_the_port(site: Site) -> None:
     site.port.leave("another shard")
     site.port.end("another shard", 1)
     assert await worker.next() is None
-    again = await site.dial()
-    await again.says(gateway_id="another shard", epoch=1, secret=lease.secret)
-    said = await again.next()
-    assert said is not None and said.refusal == "another gateway has this worker"
+    again = await site.greeted(gateway_id="another shard", epoch=1, secret=lease.secret)
+    assert await again.refusal() == "another gateway has this worker"
     site.port.leave(OURS)
     await asyncio.sleep(0.05)
     with pytest.raises(ConnectionRefusedError):
@@ -276,12 +272,10 @@ async def test_a_named_worker_is_leased_when_it_dials(site: Site) -> None:
     named = NamedWorker(site.port, "worker-0-7", worker_pb2.Lease(gateway_id=OURS, epoch=9))
     opening = asyncio.create_task(named.open(1 << 20))
     await site.waits()
-    hasty = await site.dial()
-    await hasty.says(name="worker-0-7")
+    hasty = await site.greeted(name="worker-0-7")
     assert await hasty.next() is not None and not opening.done()
     hasty.stream.close()
-    worker = await site.dial()
-    await worker.says(name="worker-0-7")
+    worker = await site.greeted(name="worker-0-7")
     lease = await worker.lease()
     assert (lease.gateway_id, lease.epoch, named.epoch) == (OURS, 9, 9) and lease.secret
     stream = await opening

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2, types_pb2
 
-from service.caches.keyed_answers import KeyedAnswers
+from service.caches.idempotency import IdempotencyTable
 from service.caches.tenants import Quota, Tenant
 from service.config import Config
 from service.errors import ExecutionLost, NoWorker, QuotaExceeded, TooManyExecutions
@@ -42,11 +42,11 @@ class Slow(FakeRuntime):
 
 
 def executions(*runtimes: FakeRuntime, **settings: Any) -> Executions:
-    return executions_with(KeyedAnswers(), *runtimes, **settings)
+    return executions_with(IdempotencyTable(), *runtimes, **settings)
 
 
 def executions_with(
-    keyed: KeyedAnswers,
+    idempotency: IdempotencyTable,
     *runtimes: FakeRuntime,
     has_worker: bool = True,
     batch_invariant: bool = True,
@@ -56,7 +56,7 @@ def executions_with(
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000, batch_invariant=batch_invariant)
     ready = worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None
     state = state_of(Config(**settings), ready)
-    return Executions(Router(cast(Any, runtimes)), state, keyed)
+    return Executions(Router(cast(Any, runtimes)), state, idempotency)
 
 
 def request(request_id: str = "", *, at: int = 0, **fields: Any) -> runner_pb2.ExecuteRequest:
@@ -134,13 +134,6 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
         await ended(served.open(request(f"a{number}"), ALICE, None))
     assert served.cancel("b", BOB)
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
-
-
-async def test_a_client_that_resumes_gets_the_finished_execution() -> None:
-    served = executions(FakeRuntime("local"), max_queued_operations=1)
-    await ended(served.open(request("a"), None, None))
-    await ended(served.open(request("a"), None, None))
-    served.open(request("b"), None, None)
 
 
 async def test_a_lost_execution_is_not_resumed_by_another_runtime() -> None:
@@ -255,7 +248,7 @@ async def test_executions_that_fail_in_preparation_count_in_the_rate(alice: Tena
         with pytest.raises(QuotaExceeded, match="max_per_s"):
             served.open(bad(), alice, None)
     await settled()
-    assert runtime.prepared == 4 and alice.unseen == 0
+    assert runtime.prepared == 4 and alice.external == 0
 
 
 async def test_estimates_of_costs_count_in_the_rate(alice: Tenant) -> None:
@@ -269,7 +262,7 @@ async def test_estimates_of_costs_count_in_the_rate(alice: Tenant) -> None:
         await api.EstimateCost(asked, cast(Any, None))
     with pytest.raises(QuotaExceeded, match="max_per_s"):
         await api.EstimateCost(asked, cast(Any, None))
-    assert runtime.prepared == 4 and alice.unseen == 0
+    assert runtime.prepared == 4 and alice.external == 0
 
 
 async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None:
@@ -287,7 +280,7 @@ async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None
 
 async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:
     """It compares the requests, which may be large. Calls in flight may be those of the execution itself."""
-    served = executions(FakeRuntime("local"))
+    served = executions(FakeRuntime("local"), max_queued_operations=1)
     await ended(served.open(request("a"), alice, None))
     alice.quota = Quota(max_per_s=2, max_in_flight=0)
     for _ in range(2):

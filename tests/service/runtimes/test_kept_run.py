@@ -15,7 +15,7 @@ from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from tests.error_details import status_reason
-from tests.service.runtimes.test_local_run import Reader, SlowJournal, prepared, run_to_end, whole_text
+from tests.service.runtimes.test_local_run import Reader, prepared, run_to_end, whole_text
 from tests.sim.harness import Gateway
 
 
@@ -37,15 +37,14 @@ class KeptBatch:
     """A gateway and a kept batch."""
 
     def __init__(self, *items: PreparedItem, keep_s: float = 1000.0) -> None:
-        self.journal = SlowJournal()
-        self.gateway = Gateway(journal=self.journal)
+        self.gateway = Gateway()
         self.items = items
         asked = [runner_pb2.ExecuteItem(item_id=one.spec.item_id, n=one.num_samples) for one in items]
         self.batch = Batch("key", None, asked, keep_s=keep_s)
 
-    def begin(self, *items: PreparedItem, least_lease_s: float = 0.0) -> tuple[Reading, asyncio.Task[None]]:
+    def begin(self, *items: PreparedItem, lease_s: float = 1000.0) -> tuple[Reading, asyncio.Task[None]]:
         reader = Reading()
-        run = LocalRun(self.gateway.dispatcher, self.batch, reader, least_lease_s=least_lease_s)
+        run = LocalRun(self.gateway.dispatcher, self.batch, reader, lease_s)
         return reader, asyncio.create_task(run_to_end(run, items or self.items))
 
     async def settle(self) -> None:
@@ -136,7 +135,7 @@ async def test_an_item_resumes_only_if_a_cache_shows_that_it_ran_here(*, has_run
 
 async def test_a_slow_reader_does_not_let_the_caches_of_a_kept_batch_expire() -> None:
     world = KeptBatch(ONE, MANY, keep_s=2.0)
-    reader, task = world.begin(least_lease_s=1000.0)
+    reader, task = world.begin()
     while not task.done():
         # The reader pauses for longer than keep_s.
         world.gateway.wait(10)

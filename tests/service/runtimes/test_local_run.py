@@ -19,11 +19,9 @@ import structlog
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
-from service.caches.records import Record
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
 from service.dispatcher import Dispatcher, OnOutcomes, Outcome
 from service.errors import QuotaExceeded
-from service.journal.base import Journal, OnCommitted
 from service.runtimes import local_run
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
@@ -128,25 +126,6 @@ def whole_text(item: PreparedItem) -> list[int]:
     return found
 
 
-class SlowJournal(Journal):
-    """While it is slow, holds back commits until `write`."""
-
-    def __init__(self) -> None:
-        self.is_slow = False
-        self._waiting: list[OnCommitted] = []
-
-    def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        if self.is_slow:
-            self._waiting.append(on_committed)
-        else:
-            super().commit(records, on_committed)
-
-    def write(self) -> None:
-        self.is_slow = False
-        while self._waiting:
-            self._waiting.pop(0)(True)
-
-
 async def run_to_end(run: LocalRun, items: Sequence[PreparedItem]) -> None:
     with contextlib.closing(run):
         await run.run(items)
@@ -157,9 +136,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.journal = SlowJournal()
-        pool = Pool(self.rng.choice([24, 100]))
-        self.gateway = Gateway(workers=2, pool=pool, journal=self.journal)
+        self.gateway = Gateway(workers=2, pool=Pool(self.rng.choice([24, 100])))
         self.items: dict[str, list[PreparedItem]] = {}
         self.readers: list[tuple[str, Reader]] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -313,7 +290,7 @@ async def test_a_cancelled_batch_releases_its_caches_at_any_point(seeds: range) 
         for _ in range(world.rng.randrange(100)):
             await world.something()
         world.resume_kept()
-        world.journal.is_slow = world.rng.random() < 0.7
+        world.gateway.disk.is_slow = world.rng.random() < 0.7
         await asyncio.sleep(0)
         for _ in range(world.rng.randrange(6)):
             await world.something()
@@ -321,7 +298,8 @@ async def test_a_cancelled_batch_releases_its_caches_at_any_point(seeds: range) 
         world.resume_kept()
         await asyncio.sleep(0)
         await world.cancel_kept()
-        world.journal.write()
+        world.gateway.disk.is_slow = False
+        world.gateway.disk.settle()
         await world.finish()
         world.gateway.work()
         machine = world.gateway.machine
@@ -363,9 +341,13 @@ class FakeDispatcher:
         return Appended(f"cache {index}", length, 1, "worker-0", 1e9, 0, 0, answer, length)
 
 
+def run_on(dispatcher: FakeDispatcher, reader: Reader) -> LocalRun:
+    return LocalRun(cast(Dispatcher, dispatcher), Batch("key", None, []), reader)
+
+
 async def test_a_prefix_that_cannot_be_forked_is_released_at_once() -> None:
     dispatcher = FakeDispatcher()
-    run = LocalRun(cast(Dispatcher, dispatcher), Batch("key", None, []), Reader(random.Random(1)))
+    run = run_on(dispatcher, Reader(random.Random(1)))
     await run.run([prepared("shared", [1, 2, 3], 3, 2), prepared("other", [4], 40, 1)])
     fork = next(at for at, request in enumerate(dispatcher.requests) if isinstance(request, Fork))
     releases = [at for at, request in enumerate(dispatcher.requests) if isinstance(request, Release)]
@@ -386,7 +368,7 @@ class FullReader(Reader):
 
 async def test_no_step_begins_while_the_reader_is_full() -> None:
     dispatcher, reader = FakeDispatcher(), FullReader()
-    run = LocalRun(cast(Dispatcher, dispatcher), Batch("key", None, []), reader)
+    run = run_on(dispatcher, reader)
     running = asyncio.create_task(run.run([prepared("x", [1], 40, 1)]))
     for _ in range(100):
         await asyncio.sleep(0)
@@ -430,7 +412,7 @@ async def test_masks_of_a_run_that_is_cancelled_are_no_failure_and_the_last(turn
     """They are ready so many turns of the loop later, or when it has ended."""
     matcher = SlowMatcher()
     item = replace(prepared("x", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
-    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
+    run = run_on(FakeDispatcher(), Reader(random.Random(1)))
     running = asyncio.create_task(run.run([item]))
     while not matcher.num_calls:
         await asyncio.sleep(0)
@@ -454,7 +436,7 @@ async def test_masks_that_take_long_are_computed_in_several_turns(
     matcher.may_continue.set()
     item = replace(prepared("x", [1], 2, 8), new_matcher=lambda: cast(Matcher, matcher))
     reader = Reader(random.Random(1))
-    run = LocalRun(cast(Dispatcher, FakeDispatcher([0] * 9)), Batch("key", None, []), reader)
+    run = run_on(FakeDispatcher([0] * 9), reader)
     await run.run([item])
     assert matcher.num_calls == 8 and matcher.num_turns == turns // 2
     assert all(len(reader.tokens("x", sample)) == 2 for sample in range(8))
@@ -472,7 +454,7 @@ async def test_masks_are_not_asked_for_again_and_again_where_no_process_starts(
         prepared("x", [1], 2, 8), new_matcher=lambda: Matcher(constraints, grammar, frozenset(), 2)
     )
     reader = Reader(random.Random(1))
-    run = LocalRun(cast(Dispatcher, FakeDispatcher([0] * 9)), Batch("key", None, []), reader)
+    run = run_on(FakeDispatcher([0] * 9), reader)
     with structlog.testing.capture_logs() as lines:
         await run.run([item])
     assert [status_reason(chunks[-1].error) for chunks in reader.chunks.values()] == ["HELPER_FAILED"] * 8

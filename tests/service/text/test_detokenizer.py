@@ -69,22 +69,15 @@ FEW = settings(max_examples=settings().max_examples // 3)
 
 
 @pytest.mark.parametrize("name", KINDS_OF_ANY)
-@given(data=st.data())
+@given(data=st.data(), prompt=CHARACTERS, has_prompt=st.booleans())
 @FEW
-def test_the_text_of_any_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
-    tokenizer = of_any_kind(name)
-    ids = any_ids(tokenizer, data)
-    assert "".join(decoded_pieces(tokenizer, ids, [])) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("name", KINDS_OF_ANY)
-@given(data=st.data(), prompt=CHARACTERS)
-@FEW
-def test_any_tokens_after_a_prompt(name: str, data: st.DataObject, prompt: str) -> None:
+def test_the_text_of_any_tokens_is_that_of_one_decode(
+    name: str, data: st.DataObject, prompt: str, has_prompt: bool
+) -> None:
     """The prompt is a text, which ends neither within a character nor, with byte fallback, with bytes."""
     tokenizer = of_any_kind(name)
     letter = tokenizer.encode("a" if name != "adder" else "1", add_special_tokens=False).ids[-1:]
-    context = tokenizer.encode(prompt).ids + letter
+    context = tokenizer.encode(prompt).ids + letter if has_prompt else []
     ids = any_ids(tokenizer, data)
     text = tokenizer.decode(context + ids).removeprefix(tokenizer.decode(context))
     assert "".join(decoded_pieces(tokenizer, ids, context)) == text

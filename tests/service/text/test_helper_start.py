@@ -18,7 +18,7 @@ from service.text.constraints import Constraints, Grammar, Matcher
 from service.text.task_process import TaskProcess
 from service.text.text_model import TextModel
 from tests.service.text.kinds import byte_level
-from tests.service.text.test_task_process import HOSTILE, is_gone, run
+from tests.service.text.test_task_process import ECHO, HOSTILE, is_gone, run
 from workers.common import child_process, worker_pb2
 
 
@@ -34,7 +34,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_one_that_ends_before_its_first_task_is_logged(broken: None) -> None:
     process = TaskProcess(HOSTILE)
     with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
-        run(process, b"echo a")
+        run(process, ECHO)
     assert is_gone(process.pid)
     (line,) = lines
     assert line["log_level"] == "error" and line["module"] == HOSTILE.module and line["status"] == 1
@@ -47,17 +47,17 @@ def test_one_for_which_no_descriptor_is_left() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
         try:
             with pytest.raises(HelperFailed):
-                loop.run_until_complete(TaskProcess(HOSTILE).run(b"echo a"))
+                loop.run_until_complete(TaskProcess(HOSTILE).run(ECHO))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
     assert [line["error"] for line in lines] == ["Too many open files"]
 
 
-@pytest.mark.parametrize("setup_task", [b"crash", b"write 2000000", b"allocate x"])
+@pytest.mark.parametrize("setup_task", [b"import os; os.abort()", b"result = 'x' * 2_000_000", b"1 / 0"])
 def test_the_task_before_the_first_one_is_not_the_callers(setup_task: bytes) -> None:
     process = TaskProcess(HOSTILE, setup_task)
     with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
-        run(process, b"echo a")
+        run(process, ECHO)
     assert len(lines) == 1 and is_gone(process.pid)
 
 

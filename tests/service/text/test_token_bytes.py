@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from quire.detokenizer import Detokenizer
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, decoders, models
 
 from service.errors import Unsupported
 from service.text.token_bytes import token_bytes
-from tests.service.text.kinds import KINDS, ctc, end_of_word_suffix, kind
+from service.text.tokenizer import decodes_in_bounds
+from tests.service.text.kinds import KINDS, byte_level, ctc, end_of_word_suffix, kind
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -69,3 +70,25 @@ def test_byte_tokens_have_their_bytes() -> None:
 def test_tokens_without_the_same_text_everywhere_are_refused(make: Callable[[], Tokenizer]) -> None:
     with pytest.raises(Unsupported, match="same text everywhere"):
         token_bytes(make())
+
+
+UNKNOWN = {
+    "replace": decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 2),
+    "pattern": decoders.Replace(Regex("a*"), "b"),
+    # The library panics where a text is shorter than what it strips.
+    "strip": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+    "size": decoders.Sequence([decoders.Fuse()] * 4096),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_decoder_that_may_expand_tokens_or_panic_is_not(name: str) -> None:
+    tokenizer = byte_level()
+    tokenizer.decoder = UNKNOWN[name]
+    assert not decodes_in_bounds(tokenizer)
+
+
+def test_a_vocabulary_with_a_long_token_is_not_used() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["a" * 5000])
+    assert not decodes_in_bounds(tokenizer)

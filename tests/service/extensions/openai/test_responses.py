@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import tracemalloc
@@ -25,6 +24,7 @@ from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.sample import Sample, SampleSpec
 from service.text.output_formats import OutputFormats
 from service.text.text_model import TextModel
+from tests.service.served import turns_of
 from tests.service.text.kinds import END, KINDS, kind
 from workers.common import worker_pb2
 
@@ -56,20 +56,20 @@ def chunks_of(
     return [*chunks, sample.complete()]
 
 
+def asked(*items: runner_pb2.ExecuteItem, model: ResolvedModel = MODEL, **settings: Any) -> CompletionRequest:
+    """A request for completions; of one item if none is given."""
+    plain: dict[str, Any] = {"is_chat": False, "has_logprobs": False, "is_stream": False, "with_usage": False}
+    one = runner_pb2.ExecuteItem(item_id="0", n=1)
+    return CompletionRequest(items=[*items] or [one], model=model, **{**plain, **settings})
+
+
 def answers(
     name: str, chunks: Sequence[runner_pb2.SampleChunk], *, is_chat: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """The text and its log-probabilities, which are the same in one piece and as a stream."""
     found = []
     for is_stream in (False, True):
-        request = CompletionRequest(
-            items=[runner_pb2.ExecuteItem(item_id="0", n=1)],
-            model=MODEL,
-            is_chat=is_chat,
-            has_logprobs=True,
-            is_stream=is_stream,
-            with_usage=False,
-        )
+        request = asked(is_chat=is_chat, has_logprobs=True, is_stream=is_stream)
         response = CompletionResponse(request, TokenTexts(kind(name)))
         response.begin(runner_pb2.ExecutionStarted())
         if is_stream:
@@ -214,16 +214,8 @@ def test_an_echo_alone_has_nothing_of_what_would_follow(ends: Sequence[int]) -> 
     last.finish_reason = last.finish_reason or runner_pb2.FINISH_REASON_LENGTH
     last.usage.input_tokens, last.usage.output_tokens = 2, 1
     for is_stream in (False, True):
-        request = CompletionRequest(
-            items=[runner_pb2.ExecuteItem(item_id="0", n=1)],
-            model=MODEL,
-            is_chat=False,
-            has_logprobs=False,
-            is_stream=is_stream,
-            with_usage=is_stream,
-            echo=True,
-            echo_only=True,
-            with_token_ids=True,
+        request = asked(
+            is_stream=is_stream, with_usage=is_stream, echo=True, echo_only=True, with_token_ids=True
         )
         response = CompletionResponse(request, TokenTexts(None), [Prompt([5, 6], "ab")])
         response.begin(runner_pb2.ExecutionStarted())
@@ -244,25 +236,14 @@ async def test_the_text_of_many_prompts_does_not_block_others() -> None:
     items = [runner_pb2.ExecuteItem(item_id=str(index), n=1) for index in range(50)]
     for item in items:
         item.tokens.token_ids.append(1)
-    request = CompletionRequest(
-        items=items,
-        model=MODEL,
-        is_chat=False,
-        has_logprobs=False,
-        is_stream=False,
-        with_usage=False,
-        echo=True,
-    )
+    request = asked(*items, echo=True)
 
     async def tokenizer() -> Tokenizer:
         return kind("byte_level")
 
     text: Any = SimpleNamespace(tokenizer=tokenizer)
-    task, turns = asyncio.ensure_future(prompts_of(request, text, OutputFormats())), 0
-    while not task.done():
-        turns += 1
-        await asyncio.sleep(0)
-    assert [prompt.text for prompt in task.result()] == [kind("byte_level").decode([1])] * 50
+    prompts, turns = await turns_of(prompts_of(request, text, OutputFormats()))
+    assert [prompt.text for prompt in prompts] == [kind("byte_level").decode([1])] * 50
     assert turns > 50
 
 
@@ -274,15 +255,7 @@ async def test_the_tokens_of_a_prompt_take_what_a_message_takes_for_them() -> No
     num_tokens, items = 3_000, [runner_pb2.ExecuteItem(item_id=str(index), n=2) for index in range(8)]
     for item in items:
         item.tokens.token_ids.extend(range(1000, 1000 + num_tokens))
-    request = CompletionRequest(
-        items=items,
-        model=replace(MODEL, max_tokens=num_tokens),
-        is_chat=False,
-        has_logprobs=False,
-        is_stream=False,
-        with_usage=False,
-        with_token_ids=True,
-    )
+    request = asked(*items, model=replace(MODEL, max_tokens=num_tokens), with_token_ids=True)
     text = TextModel(worker_pb2.WorkerReady, lambda: "")
     tracemalloc.start()
     try:

@@ -10,12 +10,13 @@ from typing import Any
 from service.budgets import Budget
 from service.extensions.openai.responses_api import responses
 from service.extensions.openai.stored_responses import KEPT_S, TENANT_SHARE, StoredResponses
-from service.runtimes.base import Batch, ChunkSink
 from tests.service.extensions.openai.test_front import (
     TIMEOUT_S,
     FakeRuntime,
     Server,
+    Waiting,
     generate_yes,
+    raw_request,
     serving,
 )
 from tests.service.extensions.openai.test_requests import resolve
@@ -74,36 +75,24 @@ def test_only_what_is_read_is_kept() -> None:
     ]
 
 
-def raw(method: str, path: str, body: dict[str, Any]) -> bytes:
-    sent = json.dumps(body)
-    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(sent)}\r\n\r\n{sent}".encode()
-
-
 async def begin(served: Server, request: bytes, reads: int) -> Any:
     """A connection whose request is sent, and the first so many bytes of the answer read."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 10)
+    reader, writer = await served.connect()
     writer.write(request)
     await asyncio.wait_for(reader.readexactly(reads), TIMEOUT_S)
     return reader, writer
 
 
 async def test_what_a_request_goes_on_from_counts_like_its_body() -> None:
-    may_continue = asyncio.Event()
-    may_continue.set()
-
-    async def generate(batch: Batch, sink: ChunkSink) -> None:
-        await may_continue.wait()
-        await generate_yes(batch, sink)
-
-    runtime = FakeRuntime(generate)
+    runtime = Waiting()
+    runtime.may_continue.set()
     async with serving(runtime, max_unread_bytes=100_000, max_request_bytes=40_000) as served:
         bodies = served.state.budgets.bodies
         async with served.client() as client:
             first = await client.responses.create(model="m", input="x" * 12_000)
         await until(lambda: not bodies.used)
-        may_continue.clear()
-        asked = raw("POST", "/v1/responses", {"model": "m", "input": "y", "previous_response_id": first.id})
+        runtime.may_continue.clear()
+        asked = raw_request("/v1/responses", model="m", input="y", previous_response_id=first.id)
         connections = []
         for index in range(4):
             connections.append(await begin(served, asked, 0))
@@ -112,7 +101,7 @@ async def test_what_a_request_goes_on_from_counts_like_its_body() -> None:
         connections.append(await begin(served, asked, 0))
         answer = await asyncio.wait_for(connections[4][0].readuntil(b"}}"), TIMEOUT_S)
         assert answer.startswith(b"HTTP/1.1 429") and b"arriving_full" in answer
-        may_continue.set()
+        runtime.may_continue.set()
         for reader, _ in connections[:4]:
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         await until(lambda: not bodies.used)
@@ -136,7 +125,7 @@ async def test_one_that_is_not_read_counts_as_an_answer() -> None:
         size = 12 << 20  # more than the sockets take
         kept = await client.responses.create(model="m", input="Go.", instructions="x" * size)
         await until(lambda: not answers.used)
-        _, writer = await begin(served, raw("GET", f"/v1/responses/{kept.id}", {}), 12)
+        _, writer = await begin(served, raw_request(f"/v1/responses/{kept.id}", "GET"), 12)
         await client.responses.delete(kept.id)
         await asyncio.sleep(0.1)
         assert answers.used > size

@@ -253,36 +253,6 @@ async def test_cancelling_closes_the_stream(provider: FakeProvider) -> None:
         assert runtime.describe().rate_limits.running == 0
 
 
-# The breaker.
-
-
-async def test_the_breaker_opens_and_closes(provider: FakeProvider) -> None:
-    provider.script.append(status(500))
-    virtual = VirtualTime()
-
-    async with remote(config(provider, max_retries=0), virtual) as runtime:
-        for _ in range(10):
-            assert reason((await run(runtime, item())).last()) == "SERVER_ERROR"
-        opened, wait_s = runtime.describe(), runtime.wait_s
-        out = await run(runtime, item())
-        assert reason(out.last()) == "CIRCUIT_OPEN" and len(provider.asked) == 10
-        virtual.now_s += 31
-        half_open = runtime.describe()
-        assert reason((await run(runtime, item())).last()) == "SERVER_ERROR"
-        assert reason((await run(runtime, item())).last()) == "CIRCUIT_OPEN"
-        virtual.now_s += 31
-        provider.script = type(provider.script)([GOOD])
-        out = await run(runtime, item(), item(item_id="b"))
-        after = runtime.describe()
-
-    assert wait_s == 30.0
-    assert (opened.breaker, bool(opened.trouble)) == (runner_pb2.BREAKER_STATE_OPEN, True)
-    assert (half_open.breaker, half_open.trouble) == (runner_pb2.BREAKER_STATE_HALF_OPEN, "")
-    # One is the probe, and the other is not sent.
-    assert sorted(reason(out.last(name)) for name in ("a", "b")) == ["", "CIRCUIT_OPEN"]
-    assert after.breaker == runner_pb2.BREAKER_STATE_CLOSED
-
-
 # Limits and budgets.
 
 

@@ -13,7 +13,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.budgets import Budget
-from service.caches.keyed_answers import KeyedAnswers
+from service.caches.idempotency import IdempotencyTable
 from service.config import Config
 from service.errors import (
     AnswersFull,
@@ -198,17 +198,12 @@ async def test_policies(routing: Routing, runtimes: list[FakeRuntime], taken: st
     assert started.runtime == taken and started.reason
 
 
-async def test_a_full_runtime_rejects_if_configured() -> None:
-    router = RoutingRouter([FakeRuntime("a", wait_s=2), FakeRuntime("b")], Routing(when_full="reject"))
-    _, found = await executed(router, *items("x"))
-    assert status_reason(found["x", 0].error) == "BACKPRESSURE"
-
-
-async def test_a_full_runtime_queues_if_configured() -> None:
-    only = FakeRuntime("a", wait_s=2, failures={"y": NoWorker()})
+@pytest.mark.parametrize(("when_full", "reason"), [("reject", "BACKPRESSURE"), ("queue", "")])
+async def test_a_full_runtime_rejects_or_queues_if_configured(when_full: Any, reason: str) -> None:
     other = FakeRuntime("b")
-    _, found = await executed(RoutingRouter([only, other], Routing(when_full="queue")), *items("x", "y"))
-    assert found["x", 0].text == "a" and found["y", 0].HasField("error") and not other.asked
+    router = RoutingRouter([FakeRuntime("a", wait_s=2), other], Routing(when_full=when_full))
+    _, found = await executed(router, *items("x"))
+    assert status_reason(found["x", 0].error) == reason and not other.asked
 
 
 @pytest.mark.parametrize(
@@ -231,7 +226,7 @@ async def test_a_batch_runs_only_where_its_cost_limit_holds(
 async def estimated(router: RoutingRouter, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
     """The response of EstimateCost."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
-    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, cast(Any, None))
+    api = RunnerApi(Executions(router, state, IdempotencyTable()), router, state, cast(Any, None))
     request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 
