@@ -11,13 +11,11 @@ from service.settings import Setting
 
 _HEAD = """# Settings
 
-`make stubs` writes this page from the declarations in [service/config.py](../service/config.py) and of the
-extensions.
-
 Each setting is a flag of `quire serve` (`--max-batch-tokens 1024`), an environment variable
 (`QUIRE_MAX_BATCH_TOKENS=1024`), and a line of the TOML file that `--config` or QUIRE_CONFIG names
-(`max_batch_tokens = 1024`). A flag wins over the environment, and that over the file. `quire serve --check`
-says which are given, and what is wrong with them ([serving.md](serving.md#settings)).
+(`max_batch_tokens = 1024`). Flags override the environment, which overrides the file. `quire serve --check`
+prints those that are set, and what is wrong ([serving.md](serving.md#settings)). `make stubs` writes
+this page from [service/config.py](../service/config.py) and the extensions.
 """
 
 
@@ -33,7 +31,8 @@ def _lines() -> Iterator[str]:
             yield f"\n## {setting.group[0].upper()}{setting.group[1:]}{extension}\n"
             yield "| setting | default | |"
             yield "|---|---|---|"
-        yield f"| `{setting.name}` | {_default(setting)} | {_escaped(setting.help)}; {setting.allowed} |"
+        allowed = "" if setting.is_switch else f"; {setting.allowed}"
+        yield f"| `{setting.name}` | {_default(setting)} | {_escaped(setting.help + allowed)} |"
 
 
 def _default(setting: Setting) -> str:

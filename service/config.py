@@ -151,21 +151,21 @@ class Config:
     )
     activation_quantization: str = setting(
         "int8",
-        "whether activations that are multiplied by quantised integers are rounded, on the CPU: int8 rounds"
-        " them to 8 bits in groups of 32; none leaves them in dtype, which is more exact, and slower",
+        "rounding of activations before products with quantised integers, on the CPU: int8 is 8 bits in"
+        " groups of 32; none leaves them in dtype, which is more exact, and slower",
         ("int8", UNQUANTISED),
     )
     head_dtype: str = setting(
         AUTO,
-        "data type in which logits are computed; float32 as some trainers do; the matrix then takes 4 bytes a"
-        " weight; on the CPU, with native models",
+        "data type of the logits; with float32, as some trainers have it, the head takes 4 bytes a weight; on"
+        " the CPU, with native models",
         (AUTO, "float32"),
     )
     kv_cache_dtype: str = setting(
         AUTO,
         "data type of the KV cache: auto is dtype, or bfloat16 for quantised weights whose dtype is auto;"
-        " bfloat16 halves that of float32; int8, with a scale for"
-        " each key and value of a head, about halves that of bfloat16, and is less exact; on the CPU",
+        " int8, with a scale for each key and value of a head, takes about half of bfloat16's memory, and is"
+        " less exact; on the CPU",
         KV_CACHE_DTYPES,
     )
     model_backend: str = setting(
@@ -176,8 +176,8 @@ class Config:
     )
     draft_model: str = setting(
         "",
-        "directory or GGUF file of a smaller model with the same tokenizer, which drafts what speculative"
-        f" decoding verifies; or {MTP_HEAD}: the model's own head for multi-token prediction does",
+        "directory or GGUF file of a smaller model with the same tokenizer, which drafts for speculative"
+        f" decoding; or {MTP_HEAD}: the model's own head for multi-token prediction",
         Text(
             lambda value: value == MTP_HEAD or rules.is_absolute_path(value),
             f"must be an absolute path, or {MTP_HEAD}",
@@ -214,15 +214,14 @@ class Config:
     )
     pool_listen: str = setting(
         "",
-        "let workers that `quire worker --gateway` has started dial this gateway here, in place of own"
-        " ones; as many as `workers` says are used",
+        "listen here for workers of `quire worker --gateway`, instead of starting own ones; `workers` says"
+        " how many are used",
         rules.HOST_PORT_ADDRESS,
         port=Port(of_each_gateway=True),
     )
     pool: str = setting(
         "",
-        "directory of the certificates by which gateways and workers of other hosts know each other, made by"
-        " `quire pool init`",
+        "directory of the certificates of gateways and workers on other hosts, made by `quire pool init`",
         Text(rules.is_directory, "must be a directory"),
     )
     tensor_parallel: int = setting(
@@ -244,8 +243,8 @@ class Config:
     )
     kv_disk: str = setting(
         "",
-        "directory in which workers on the CPU store their KV, to read it back instead of computing it again"
-        " after it was evicted, or after a restart; workers of a host share it",
+        "directory in which workers on the CPU store KV, and from which they read it instead of computing it"
+        " again after an eviction or a restart; workers of a host share it",
         Text(rules.is_absolute_path, "must be an absolute path"),
     )
     kv_disk_gb: float = setting(
@@ -253,13 +252,13 @@ class Config:
     )
     kv_disk_write_mb_per_s: float = setting(
         256.0,
-        "how fast a worker writes to kv_disk at most, in 10^6 bytes per second",
+        "maximum rate at which a worker writes to kv_disk, in 10^6 bytes per second",
         Range(0.001, 1_000_000),
     )
     batch_invariant: str = setting(
         "off",
-        "the bits of a result depend on its own text only, not on the rest of a batch; models that cannot are"
-        " refused; on a GPU this takes slower kernels, on the CPU it is always so for native models",
+        "results do not depend on the rest of the batch, bit by bit; models that cannot guarantee it are"
+        " refused; on a GPU this takes slower kernels, on the CPU it always holds for native models",
         SWITCH,
     )
     cuda_graphs: str = setting(
@@ -267,18 +266,19 @@ class Config:
     )
     adapters: str = setting(
         "",
-        "directory of LoRA adapters for all tenants: each subdirectory in PEFT's layout is one, by its name",
+        "directory of LoRA adapters for all tenants: each subdirectory, in PEFT's layout, is one of its name",
         Text(rules.is_directory, "must be a directory"),
         group="LoRA adapters",
     )
     max_lora_adapters: int = setting(
         64,
-        "maximum adapters in the memory of a worker; others are loaded when needed; 0: the server takes none",
+        "maximum adapters in the memory of a worker; others are loaded when needed; 0: no adapters",
         Range(0, 4096),
     )
     max_lora_rank: int | None = setting(
         None,
-        "maximum rank of an adapter; on a GPU all take the memory of this one; auto is 256, and 64 on a GPU",
+        "maximum rank of an adapter; on a GPU each takes the memory of this rank; auto is 256, and 64 on a"
+        " GPU",
         Range(1, 256),
     )
     max_lora_bytes: int = setting(
@@ -295,14 +295,14 @@ class Config:
     )
     max_mixed_prefill_tokens: int | None = setting(
         None,
-        "maximum prompt tokens in a step that also decodes; auto is as many as double the step's time",
+        "maximum prompt tokens in a step that also decodes; auto adds as many as double the step's time",
         rules.COUNT,
     )
     max_batch_items: int = setting(256, "maximum items in one step of a worker", Range(1, 65_536))
     max_queued_operations: int = setting(
         4096,
         "maximum operations that wait or run, and executions that run or are being read; further calls are"
-        " refused; as many finished executions may be stored besides",
+        " refused; as many finished executions are kept besides",
         Range(1, 1 << 24),
         group="limits",
     )
@@ -311,27 +311,27 @@ class Config:
     max_response_bytes: int = setting(64 * MIB, "maximum size of a response", rules.MESSAGE_BYTES)
     max_journal_bytes: int = setting(
         256 * MIB,
-        "maximum size of the journal's contents: 4 bytes per token, which forks share, and 664 per cache; and"
-        " a cache for each 4096 of them at most",
+        "maximum size of the journal's contents: 4 bytes per token, which forks share, and 664 per cache; at"
+        " most one cache for each 4096 bytes",
         rules.MEMORY_BYTES,
     )
     max_unread_bytes: int = setting(
         512 * MIB,
-        "maximum memory for all answers that are being computed or not yet read; one of more than 4 KiB"
-        " counts three times, as often as it is in memory, and a tenant can use half; half as much is for"
-        " requests that are slow to arrive, each of which counts as max_request_bytes, and for HTTP bodies",
+        "maximum memory for all answers that are being computed or not yet read, of which a tenant can use"
+        " half; an answer of more than 4 KiB is in memory three times, and counts so; half as much again is"
+        " for requests that arrive slowly, each counted as max_request_bytes, and for HTTP bodies",
         rules.MEMORY_BYTES,
     )
     message_timeout_s: float = setting(
         30.0,
-        "timeout for a request to arrive, for the handshake of a new connection, and for a client to read"
-        " what a Session, Execute or HTTP answers",
+        "timeout for a request to arrive, for the handshake of a new connection, and for a client to read the"
+        " answers of a Session, Execute or HTTP",
         rules.TIMEOUT_S,
     )
     max_connections: int = setting(
         4096,
-        "maximum gRPC connections, and as many over HTTP; further ones are closed; a quarter as many Sessions"
-        " and other request streams may be open, and requests over HTTP",
+        "maximum gRPC connections, and HTTP connections; further ones are closed; a quarter as many Sessions"
+        " and other request streams may be open, and HTTP requests may run",
         rules.COUNT,
     )
     drain_grace_s: float = setting(
@@ -352,30 +352,30 @@ class Config:
     journal: str = setting(
         AUTO,
         "storage of the journal of caches: disk, in data_dir, survives a crash of the gateway, disk-fsync"
-        " also one of the machine; auto is disk if there is a data_dir, else memory; postgresql://... is a"
-        " database of PostgreSQL, with peer_listen; other addresses are for extensions",
+        " also one of the machine, memory neither; auto is disk if there is a data_dir, else memory;"
+        " postgresql://... is a PostgreSQL database, with peer_listen; other addresses are for extensions",
         Text(
             rules.is_journal,
             f"must be {AUTO}, disk, disk-fsync, memory, or postgresql://USER@HOST/DATABASE without a"
-            " password, which PGPASSWORD or a password file (PGPASSFILE) has",
+            " password, which comes from PGPASSWORD or a password file (PGPASSFILE)",
         ),
         group="state on disk",
     )
     orphan_grace_s: float = setting(
         60.0,
-        "how long workers keep running after the gateway was killed, for the next one with the same data_dir"
-        " and settings to adopt; with 0 they end with the gateway",
+        "how long workers keep running after the gateway was killed, so that the next one with the same"
+        " data_dir and settings adopts them; with 0 they end with the gateway",
         rules.GRACE_S,
     )
     data_dir: str | None = setting(
         None,
-        "directory for the journal and for the adoption of workers; auto is one for each address and model in"
-        " the user's state directory, and none with port 0; a journal in memory has none",
+        "directory for the journal and the adoption of workers; auto is one for each address and model in the"
+        " user's state directory; none with port 0 or a journal in memory",
         Text(rules.is_path, f"must be a directory, or {AUTO}"),
     )
     log_level: str = setting(
         "info",
-        "minimum level of log records, of which with debug each call has one",
+        "minimum level of log records; with debug each call has one",
         ("debug", "info", "warning", "error"),
         group="log",
     )

@@ -43,11 +43,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             add = parser.add_argument_group(setting.group).add_argument
         # A switch without a value means on.
         optional_value: Any = {"nargs": "?", "const": "on"} if setting.is_switch else {}
+        # Choices that stand behind the flag are not repeated.
+        allowed = "" if "|" in setting.metavar else f"{setting.allowed}; "
         add(
             setting.flag,
             **optional_value,
             metavar=setting.metavar,
-            help=f"{setting.help} ({setting.allowed}; default {setting.default_text}; env {setting.env})",
+            help=f"{setting.help} ({allowed}default {setting.default_text}; env {setting.env})",
         )
 
 

@@ -21,8 +21,8 @@ MAX_HUB_ID = 96
 # What names one of the GGUF files of a repository, behind a colon.
 _FORMAT = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 MODELS = (
-    f"{', '.join(SHIPPED_MODELS)}, {WEIGHTLESS_MODEL}, a directory that holds config.json, a GGUF file,"
-    " or ORG/NAME on the Hugging Face hub, with GGUF files ORG/NAME:Q4_K_M"
+    f"{', '.join(SHIPPED_MODELS)}, {WEIGHTLESS_MODEL}, a directory with config.json or one GGUF model, a GGUF"
+    " file, or ORG/NAME on the Hugging Face hub (GGUF: ORG/NAME:Q4_K_M)"
 )
 
 

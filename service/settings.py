@@ -18,6 +18,8 @@ from service.setting_rules import AUTO, SWITCH, Range, Rule, Text, is_directory,
 
 ENV_PREFIX = "QUIRE_"
 _PLACE = "setting"
+# More choices than these are not in the usage, only in the help of their flag.
+_MOST_IN_USAGE = 6
 
 
 class ConfigError(Exception):
@@ -126,6 +128,8 @@ class Setting:
     def metavar(self) -> str:
         if isinstance(self._rule, Text) and self._rule.accepts in (is_file, is_directory):
             return "FILE" if self._rule.accepts is is_file else "DIRECTORY"
+        if len(self.choices) > _MOST_IN_USAGE:
+            return "NAME"
         return "|".join(self.choices) or self.kind.__name__.upper()
 
     def _convert(self, value: object, *, text: bool) -> Any:

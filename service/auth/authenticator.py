@@ -101,7 +101,7 @@ class Authenticator:
             self._authenticate_forwarded(dict(metadata or ()))
             return False
         if not values:
-            raise Unauthenticated("NO_TOKEN", "a bearer token is required in the metadata: authorization")
+            raise Unauthenticated("NO_TOKEN", "a bearer token is required: authorization: Bearer TOKEN")
         principal = self._principal_of(values)
         if principal is None:
             raise Unauthenticated("BAD_TOKEN", "the token is not valid")

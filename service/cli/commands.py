@@ -30,7 +30,7 @@ def add_serve(commands: Commands) -> None:
         "settings. Flags override the environment, which overrides the file.",
     )
     serve.set_defaults(run="service.cli.serve:run")
-    check = "say what is given and why a start would fail, with exit status 2, and start nothing"
+    check = "start nothing: print the settings that are set, or with exit status 2 why a start would fail"
     serve.add_argument("--check", action="store_true", help=check)
     try:
         add_flags(serve)
@@ -43,8 +43,8 @@ def add_convert(commands: Commands) -> None:
     convert = commands.add_parser(
         "convert",
         help="write a model as a GGUF file with quantised weights",
-        description="Writes what `quire serve --quantization` makes of a model each time that it is loaded,"
-        " with its tokenizer and chat template, as a file that quire and llama.cpp read.",
+        description="Quantises a model as `quire serve --quantization` does at each load, and writes it with"
+        " its tokenizer and chat template as a GGUF file that quire and llama.cpp read.",
     )
     convert.set_defaults(run="service.cli.convert:run")
     what = "a model that `quire serve` takes, whose weights are not quantised"
@@ -104,8 +104,8 @@ def add_worker(commands: Commands) -> None:
     worker = commands.add_parser(
         "worker",
         help="run a worker for a gateway on another host",
-        description="Dials a gateway with --pool-listen, which determines the configuration, but for the"
-        " flags given here. Runs until SIGTERM or Ctrl-C, and starts the worker again whenever it ends.",
+        description="Dials the --pool-listen of a gateway, which determines the configuration, except for the"
+        " flags given here. Runs until SIGTERM or Ctrl-C, and restarts the worker whenever it ends.",
     )
     worker.set_defaults(run="service.cli.worker:run")
     directory = "the directory with ca.pem, worker.pem and worker-key.pem of `quire pool init`"

@@ -20,8 +20,8 @@ from tests.load_config import load_config
 from workers.common import worker_pb2
 
 MODELS = (
-    "must be adder, storyteller, paged-attention, a directory that holds config.json, a GGUF file, or"
-    " ORG/NAME on the Hugging Face hub, with GGUF files ORG/NAME:Q4_K_M"
+    "must be adder, storyteller, paged-attention, a directory with config.json or one GGUF model, a GGUF"
+    " file, or ORG/NAME on the Hugging Face hub (GGUF: ORG/NAME:Q4_K_M)"
 )
 
 

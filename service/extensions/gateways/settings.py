@@ -18,26 +18,28 @@ class GatewaysSettings(ExtensionSettings):
 
     gateways: int = setting(
         1,
-        "number of gateway processes behind one port, each with a part of the caches and of the workers; the"
-        " caches of a data directory are of one number",
+        "number of gateway processes behind one port, each with a part of the caches and workers; fixed for a"
+        " data directory",
         Range(1, 64),
         group="several gateways",
     )
     shards: int = setting(
         1,
-        "number of parts of the caches that gateways of several hosts share among them; fixed for a database",
+        "number of parts of all caches, which gateways of several hosts divide among them; fixed for a"
+        " database",
         Range(1, 1024),
     )
     peer_listen: str = setting(
         "",
-        "be one of several gateways with one journal in PostgreSQL: the others call this one here, by TLS"
+        "be one of several gateways with one journal in PostgreSQL: where the others call this one, over TLS"
         " with the certificates of `pool`",
         HOST_PORT_ADDRESS,
         port=Port(),
     )
     advertise: str = setting(
         "",
-        "the address at which clients reach this gateway and no other; answers name that of their cache's",
+        "the address at which clients reach this gateway and no other; answers name the one that has the"
+        " cache",
         Text(is_reachable, "must be host:port or [ipv6]:port, without port 0"),
     )
 

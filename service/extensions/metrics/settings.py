@@ -16,8 +16,8 @@ class MetricsSettings(ExtensionSettings):
 
     metrics_listen: str = setting(
         "",
-        "serve metrics and health checks over HTTP on this address, without TLS; of several gateways each has"
-        " the port after that of the one before",
+        "serve metrics and health checks over HTTP on this address, without TLS; further gateways have the"
+        " next ports",
         HOST_PORT_ADDRESS,
         group="metrics",
         port=Port(of_each_gateway=True),

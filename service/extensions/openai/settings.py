@@ -25,7 +25,7 @@ class OpenAiSettings(ExtensionSettings):
     openai_logprobs_mode: str = setting(
         "raw_logprobs",
         "which log-probabilities /inference/v1/generate returns, as vLLM's setting of this name: the model's"
-        " own, or those that tokens were drawn with",
+        " own, or those of the sampling distribution",
         ("raw_logprobs", "processed_logprobs"),
     )
     openai_routed_experts: str = setting(
@@ -36,9 +36,8 @@ class OpenAiSettings(ExtensionSettings):
     )
     openai_weight_transfer: str = setting(
         "none",
-        "take weights and adapters of a trainer, by the calls of vLLM and prime-rl, from callers that may"
-        " administer the server: from directories only (filesystem), or also by broadcast, by gloo between"
-        " CPUs, or by nccl",
+        "accept weights and adapters by the calls of vLLM and prime-rl, from callers with the role"
+        " administer: from directories (filesystem), or also by broadcast, over gloo between CPUs, or nccl",
         ("none", "filesystem", "gloo", "nccl"),
     )
 

@@ -17,7 +17,7 @@ class ProvidersSettings(ExtensionSettings):
     """Runtimes beside this server's workers."""
 
     runtimes: str = setting(
-        "", "TOML file of routing and further runtimes, such as providers", FILE, group="providers"
+        "", "TOML file of providers and of the routing between runtimes", FILE, group="providers"
     )
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002

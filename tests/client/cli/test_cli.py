@@ -352,7 +352,7 @@ def test_nobody_there(command: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert main([*command, "--target", "127.0.0.1:1"]) == 1
     failure, hint = capsys.readouterr().err.splitlines()
     assert failure.startswith("quire: UNAVAILABLE ") and failure.endswith("(is a server running there?)")
-    assert hint == "quire: --target names another server; one with TLS needs --ca"
+    assert hint == "quire: --target or QUIRE_TARGET selects the server; with TLS it needs --ca"
 
 
 @pytest.mark.parametrize(
@@ -518,5 +518,5 @@ def test_nobody_there_because_of_a_proxy(
         for command in (["status"], ["generate", "x"]):
             assert main([*command, "--target", "quire.example:1"]) == 1
             *_, asked, named = capsys.readouterr().err.splitlines()
-            assert asked.startswith("quire: --target names another server")
+            assert asked.startswith("quire: --target or QUIRE_TARGET selects the server")
             assert f"through the proxy {proxy.address} of http_proxy" in named and "secret" not in named

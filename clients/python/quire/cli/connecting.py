@@ -116,14 +116,16 @@ def converting_failures(options: argparse.Namespace) -> Iterator[None]:
         # Without a reason the error is from gRPC, not from a server.
         if error.code == grpc.StatusCode.UNAVAILABLE and not error.reason:
             # A server with TLS only closes the connection.
-            without_tls = "" if options.ca else "; one with TLS needs --ca"
-            lines.append(f"--target names another server{without_tls}")
+            without_tls = "" if options.ca else "; with TLS it needs --ca"
+            lines.append(f"--target or QUIRE_TARGET selects the server{without_tls}")
             if proxy := proxy_of(options.target):
                 lines.append(
                     f"the connection goes through the proxy {proxy}; no_proxy lists what does without"
                 )
+        if error.reason == "NO_TOKEN":
+            lines.append("give the token as --token or QUIRE_TOKEN")
         if error.reason == "ADAPTER_NOT_FOUND":
-            lines.append("`quire adapters list` shows those that there are, `quire adapters load` adds one")
+            lines.append("`quire adapters list` lists the adapters, `quire adapters load` adds one")
         raise CommandFailed(*lines) from error
 
 

@@ -97,21 +97,21 @@ _STATUS_WORDS = """\
 the server:
   operations in flight  requests that wait or run
   connections           those of gRPC, counted once a second
-  of tokens             what the tokens of all caches take (limit: --max-journal-bytes)
-  of answers unread     what is computed, but not read by its caller (limit: --max-unread-bytes)
-  longest stall         the longest time since the start in which the server could answer nobody
-  refused               calls since the start that were answered with an error; --json has the reasons
+  of tokens             size of the tokens of all caches (limit: --max-journal-bytes)
+  of answers unread     size of computed answers that callers have not read (limit: --max-unread-bytes)
+  longest stall         the longest time since the start in which the event loop was blocked
+  refused               calls since the start that ended with an error; --json has the reasons
 
 each worker:
-  pid, epoch            its process, or address on another host; the epoch grows with each start
-  device, runner        what it computes on; how steps are launched: eager, or as graphs on a GPU
+  pid, epoch            its process, or address on another host; a number that grows with each start
+  device, runner        where it computes; how steps are launched: eager, or as CUDA graphs
   seqs                  sequences whose KV it holds
   used, cached, free    KV pages in use, kept for reuse as prefixes, and empty; together: pages
   running               requests that wait for it or run
-  prefills, decodes     requests since its start; `prefill ms` and `decode ms`: what one takes on average
-  batch                 how many requests share a step on average
-  memory                resident memory; of its process, without that of a GPU
-  disk                  files of KV in its kv_disk; -: it stores none
+  prefills, decodes     requests since its start; `prefill ms`, `decode ms`: their mean time in the worker
+  batch                 the mean number of requests that share a step
+  memory                resident memory of its process, without GPU memory
+  disk                  size of its kv_disk; -: none
 """
 
 
@@ -132,18 +132,18 @@ def add_status(commands: Commands) -> None:
 
 
 _TOP_WORDS = """\
-figures of the time between two readings, except what is in use, hits, and "in all":
-  tokens/s    in: of prompts; out: of decodes and verifications; computed: of all steps
-  operations  prefills, decodes, verifications and scorings; those in flight that are not at workers
-              wait for one, for pages, or until they are in the journal
-  mean ms     from the begin of an operation in its worker to its result
+Figures are of the time between two readings, except what is in use, hits, and "in all":
+  tokens/s    in: of prompts; out: one for each decode, verify and accepted draft; computed: of all steps
+  operations  prefills, decodes, verifies and scorings; those in flight that are not at workers wait for
+              a worker, for pages, or for the journal
+  mean ms     from the start of an operation in its worker to its result
   KV pages    | in use, : kept for reuse as prefixes
-  caches      those of the token are yours; the others' are counted only
+  caches      yours are those of the token's tenant
   queue       operations that wait for this worker or run there
-  batch       how many of them share a step on average
-  hits        the share of prompt tokens whose KV was found, since its start
+  batch       the mean number of operations that share a step
+  hits        the share of prompt tokens found in the prefix cache, since the start
 
-q or Ctrl-C ends it. "-" is what is not known, as after a restart, or what did not occur.
+q or Ctrl-C ends it. "-": unknown, as after a restart, or none.
 """
 
 
@@ -158,7 +158,7 @@ def add_top(commands: Commands) -> None:
     parser.set_defaults(run="quire.cli.top:show_top")
     add_target(parser)
     flags(parser)("--interval", _seconds, "SECONDS", "between two readings (default 1)", 1.0)
-    once = "read twice, print one table, and end"
+    once = "read twice, print one table, and exit"
     parser.add_argument("--once", action="store_true", help=once)
 
 
@@ -228,7 +228,7 @@ def add_adapters(commands: Commands) -> None:
     )
     load.set_defaults(run="quire.cli.adapters:load_adapter")
     load.add_argument("adapter_id", metavar="ID", help="its name in calls")
-    source = "a directory of the server's machine (with --upload: of this one)"
+    source = "a directory on the server's machine (with --upload: on this one)"
     load.add_argument("source", metavar="DIRECTORY", help=source)
     load.add_argument("--upload", action="store_true", help="send the files of DIRECTORY to the server")
     pin = "keep it in the memory of workers that have loaded it"
@@ -250,9 +250,9 @@ def add_completion(commands: Commands) -> None:
     """Adds `quire completion`."""
     parser = commands.add_parser(
         "completion",
-        help="print a script with which a shell completes `quire`",
-        description="Prints a script for a shell: all commands and flags of this installation, as they are"
-        " now. Store it where the shell looks for completions, and again after an upgrade.",
+        help="print a completion script for a shell",
+        description="Prints a completion script with all commands and flags of this installation. Store it"
+        " where the shell looks for completions, and again after an upgrade.",
     )
     parser.set_defaults(run="quire.cli.completion:print_script")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")

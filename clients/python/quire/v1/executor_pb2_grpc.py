@@ -192,8 +192,7 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnifiedForward(self, request, context):
-        """A mixed batch of decodes, prefills and chunks of prefills, which no batch of one kind can be. Each item fails
-        separately.
+        """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,8 +213,7 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForkCache(self, request, context):
-        """Copies a cache. The copies share its pages. Can release other caches in the same call. A ForkCaches of one cache,
-        which most callers need: without nested lists, as Decode beside BatchDecode.
+        """Copies a cache. The copies share its pages. Can release other caches in the same call. ForkCaches copies several.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,17 +54,13 @@ class ModelExecutorServiceStub:
     after each. The drafts may form a tree, of which one path is kept.
     """
     UnifiedForward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.UnifiedForwardRequest, _executor_pb2.UnifiedForwardResponse]
-    """A mixed batch of decodes, prefills and chunks of prefills, which no batch of one kind can be. Each item fails
-    separately.
-    """
+    """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately."""
     Forward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]
     """Scores tokens: the log-probability of each, and the prediction after each. Keeps no cache."""
     BatchForward: _grpc.UnaryUnaryMultiCallable[_executor_pb2.BatchForwardRequest, _executor_pb2.BatchForwardResponse]
     """Several Forwards in one call, batched. Common prefixes are computed once. Each item fails separately."""
     ForkCache: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]
-    """Copies a cache. The copies share its pages. Can release other caches in the same call. A ForkCaches of one cache,
-    which most callers need: without nested lists, as Decode beside BatchDecode.
-    """
+    """Copies a cache. The copies share its pages. Can release other caches in the same call. ForkCaches copies several."""
     ForkCaches: _grpc.UnaryUnaryMultiCallable[_executor_pb2.ForkCachesRequest, _executor_pb2.ForkCachesResponse]
     """Copies several caches and releases others atomically, as a step of a beam search does."""
     TruncateKV: _grpc.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]
@@ -118,17 +114,13 @@ class ModelExecutorServiceAsyncStub(ModelExecutorServiceStub):
     after each. The drafts may form a tree, of which one path is kept.
     """
     UnifiedForward: _aio.UnaryUnaryMultiCallable[_executor_pb2.UnifiedForwardRequest, _executor_pb2.UnifiedForwardResponse]  # type: ignore[assignment]
-    """A mixed batch of decodes, prefills and chunks of prefills, which no batch of one kind can be. Each item fails
-    separately.
-    """
+    """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately."""
     Forward: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForwardRequest, _executor_pb2.ForwardResponse]  # type: ignore[assignment]
     """Scores tokens: the log-probability of each, and the prediction after each. Keeps no cache."""
     BatchForward: _aio.UnaryUnaryMultiCallable[_executor_pb2.BatchForwardRequest, _executor_pb2.BatchForwardResponse]  # type: ignore[assignment]
     """Several Forwards in one call, batched. Common prefixes are computed once. Each item fails separately."""
     ForkCache: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCacheRequest, _executor_pb2.ForkCacheResponse]  # type: ignore[assignment]
-    """Copies a cache. The copies share its pages. Can release other caches in the same call. A ForkCaches of one cache,
-    which most callers need: without nested lists, as Decode beside BatchDecode.
-    """
+    """Copies a cache. The copies share its pages. Can release other caches in the same call. ForkCaches copies several."""
     ForkCaches: _aio.UnaryUnaryMultiCallable[_executor_pb2.ForkCachesRequest, _executor_pb2.ForkCachesResponse]  # type: ignore[assignment]
     """Copies several caches and releases others atomically, as a step of a beam search does."""
     TruncateKV: _aio.UnaryUnaryMultiCallable[_executor_pb2.TruncateKVRequest, _executor_pb2.TruncateKVResponse]  # type: ignore[assignment]
@@ -215,9 +207,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.UnifiedForwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.UnifiedForwardResponse, _abc.Awaitable[_executor_pb2.UnifiedForwardResponse]]:
-        """A mixed batch of decodes, prefills and chunks of prefills, which no batch of one kind can be. Each item fails
-        separately.
-        """
+        """A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately."""
 
     @_abc_1.abstractmethod
     def Forward(
@@ -241,9 +231,7 @@ class ModelExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.ForkCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.ForkCacheResponse, _abc.Awaitable[_executor_pb2.ForkCacheResponse]]:
-        """Copies a cache. The copies share its pages. Can release other caches in the same call. A ForkCaches of one cache,
-        which most callers need: without nested lists, as Decode beside BatchDecode.
-        """
+        """Copies a cache. The copies share its pages. Can release other caches in the same call. ForkCaches copies several."""
 
     @_abc_1.abstractmethod
     def ForkCaches(

@@ -107,8 +107,8 @@ class ModelRunnerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
-        server's own model. All of them or none; keeps no cache.
+        """A vector for each text: the hidden states of the last layer, pooled as the model's files say. Only of this server's
+        own model. Fails as a whole; keeps no cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

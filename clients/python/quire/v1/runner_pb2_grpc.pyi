@@ -54,8 +54,8 @@ class ModelRunnerServiceStub:
     because it is prepared like one that is run.
     """
     Embed: _grpc.UnaryUnaryMultiCallable[_runner_pb2.EmbedRequest, _runner_pb2.EmbedResponse]
-    """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
-    server's own model. All of them or none; keeps no cache.
+    """A vector for each text: the hidden states of the last layer, pooled as the model's files say. Only of this server's
+    own model. Fails as a whole; keeps no cache.
     """
 
 @_typing.type_check_only
@@ -84,8 +84,8 @@ class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
     because it is prepared like one that is run.
     """
     Embed: _aio.UnaryUnaryMultiCallable[_runner_pb2.EmbedRequest, _runner_pb2.EmbedResponse]  # type: ignore[assignment]
-    """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
-    server's own model. All of them or none; keeps no cache.
+    """A vector for each text: the hidden states of the last layer, pooled as the model's files say. Only of this server's
+    own model. Fails as a whole; keeps no cache.
     """
 
 class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -141,8 +141,8 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.EmbedResponse, _abc.Awaitable[_runner_pb2.EmbedResponse]]:
-        """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
-        server's own model. All of them or none; keeps no cache.
+        """A vector for each text: the hidden states of the last layer, pooled as the model's files say. Only of this server's
+        own model. Fails as a whole; keeps no cache.
         """
 
 def add_ModelRunnerServiceServicer_to_server(servicer: ModelRunnerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2251,8 +2251,7 @@ export const ModelExecutorService: GenService<{
     output: typeof ForwardVerifyResponseSchema;
   },
   /**
-   * A mixed batch of decodes, prefills and chunks of prefills, which no batch of one kind can be. Each item fails
-   * separately.
+   * A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately.
    *
    * @generated from rpc quire.v1.ModelExecutorService.UnifiedForward
    */
@@ -2282,8 +2281,7 @@ export const ModelExecutorService: GenService<{
     output: typeof BatchForwardResponseSchema;
   },
   /**
-   * Copies a cache. The copies share its pages. Can release other caches in the same call. A ForkCaches of one cache,
-   * which most callers need: without nested lists, as Decode beside BatchDecode.
+   * Copies a cache. The copies share its pages. Can release other caches in the same call. ForkCaches copies several.
    *
    * @generated from rpc quire.v1.ModelExecutorService.ForkCache
    */

@@ -154,8 +154,8 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
   maxTokens: number;
 
   /**
-   * Stop texts. A sample ends before the first of them that it generates. One that is exactly a special token of the
-   * model is that token, which has no text in a sample. At most 16, each of at most 256 characters.
+   * Stop texts. A sample ends before the first of them that it generates. A text that is exactly a special token of the
+   * model stands for that token, which has no text in a sample. At most 16, each of at most 256 characters.
    *
    * @generated from field: repeated string stop = 7;
    */
@@ -250,8 +250,8 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
   cacheSalt: string;
 
   /**
-   * End a sample behind the first token that is less likely than this, under the model's own distribution: a
-   * log-probability, at most 0. Unset: none does. Only this server's own runtime can.
+   * End a sample after the first token that is less likely than this, under the model's own distribution: a
+   * log-probability, at most 0. Unset: no limit. Only this server's own runtime can.
    *
    * @generated from field: optional float min_logprob = 21;
    */
@@ -274,15 +274,15 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
   speculation?: Speculation | undefined;
 
   /**
-   * End a sample behind the first token that was chosen where the model's own distribution has more entropy than this:
-   * in nats, at least 0. Unset: none does. Only this server's own runtime can.
+   * End a sample after the first token that was chosen where the model's own distribution has more entropy than this:
+   * in nats, at least 0. Unset: no limit. Only this server's own runtime can.
    *
    * @generated from field: optional float max_entropy = 24;
    */
   maxEntropy?: number | undefined;
 
   /**
-   * Special tokens are part of the text, by their names, except one that ends the sample. Only this server's own
+   * The text includes the names of special tokens, except of the one that ends the sample. Only this server's own
    * runtime can.
    *
    * @generated from field: bool special_tokens_in_text = 25;
@@ -290,24 +290,24 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
   specialTokensInText: boolean;
 
   /**
-   * How many tokens a sample has before an end token, a stop token or a stop text may end it; at most `max_tokens`.
-   * What its constraint ends may be shorter. Only this server's own runtime can.
+   * The number of tokens before which no end token, stop token or stop text ends a sample; at most `max_tokens`. Its
+   * constraint may end it earlier. Only this server's own runtime can.
    *
    * @generated from field: uint32 min_tokens = 26;
    */
   minTokens: number;
 
   /**
-   * Texts that are not generated: neither as their own tokens nor as those that they have behind a space. Other tokens
-   * may spell them. At most 128, each of at most 256 characters. Only this server's own runtime can.
+   * Texts whose tokens, at the beginning of a text and after a space, are not generated. Other tokens may spell them.
+   * At most 128, each of at most 256 characters. Only this server's own runtime can.
    *
    * @generated from field: repeated string bad_words = 27;
    */
   badWords: string[];
 
   /**
-   * Divide each sample into text, thoughts and tool calls. Unset: what the model writes is its text. A provider divides
-   * them by itself.
+   * Divide each sample into text, thoughts and tool calls. Unset: all of it is text. Providers divide samples
+   * themselves.
    *
    * @generated from field: quire.v1.AnswerParts answer_parts = 28;
    */
@@ -330,9 +330,9 @@ export const ExecuteItemSchema: GenMessage<ExecuteItem> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 1);
 
 /**
- * How samples are divided. How the model writes thoughts and calls is seen in its chat template, or set by the
- * server's `reasoning_parser` and `tool_call_parser`. A sample with a constraint has no thoughts: where the prompt
- * begins them, they are ended there.
+ * How samples are divided. The format of thoughts and calls is detected from the model's chat template, or set by the
+ * server's `reasoning_parser` and `tool_call_parser`. A sample with a constraint has no thoughts: if the prompt opens
+ * them, they are closed.
  *
  * @generated from message quire.v1.AnswerParts
  */
@@ -345,7 +345,7 @@ export type AnswerParts = Message<"quire.v1.AnswerParts"> & {
   toolChoice: ToolChoice;
 
   /**
-   * With TOOL_CHOICE_REQUIRED: the name of the function to call, once. Empty: any, one or several times.
+   * With TOOL_CHOICE_REQUIRED: the name of the function to call, once. Empty: any function, once or several times.
    *
    * @generated from field: string function = 2;
    */
@@ -374,9 +374,9 @@ export const AnswerPartsSchema: GenMessage<AnswerParts> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 2);
 
 /**
- * Drafts of the next tokens, which one step verifies together. How many are drafted at a time follows from how many
- * were accepted and how long the steps took; none are while that does not pay off. With a grammar as its constraint a
- * sample drafts only what that allows.
+ * Drafts of the next tokens, which one step verifies together. Their number adapts to how many were accepted and how
+ * long the steps took; there are none while that does not pay off. With a grammar as constraint, only allowed tokens
+ * are drafted.
  *
  * @generated from message quire.v1.Speculation
  */
@@ -389,7 +389,7 @@ export type Speculation = Message<"quire.v1.Speculation"> & {
   method: SpeculationMethod;
 
   /**
-   * The most tokens of a draft, 1 to 63. Unset: 15.
+   * The maximum number of tokens of a draft, 1 to 63. Unset: 15.
    *
    * @generated from field: optional uint32 max_draft_tokens = 2;
    */
@@ -423,11 +423,11 @@ export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 4);
 
 /**
- * Tokens to append to a cache, and to generate after. Each generated token is appended with the next step, so that the
- * last one is not, as after a Decode: to go on, pass it to the next call. The item has neither an adapter_id nor a
- * cache_salt, which are the cache's. Only this server's own runtime has caches.
+ * Tokens to append to a cache, and to generate after. Each generated token is appended with the next step, so the last
+ * one is not, as after a Decode: to continue, pass it to the next call. The item has no adapter_id and no cache_salt:
+ * those of the cache apply. Only this server's own runtime has caches.
  *
- * A failed or cancelled item leaves what it has appended. RenewCache says how much that is.
+ * After a failed or cancelled item the appended tokens stay. RenewCache returns the length.
  *
  * @generated from message quire.v1.CachePrompt
  */
@@ -451,9 +451,8 @@ export type CachePrompt = Message<"quire.v1.CachePrompt"> & {
    * which is not allowed with `keep`.
    *
    * A repeated item continues. If the cache already has `token_ids` at this position, and after them tokens that this
-   * item generates, these are sent again, and generation goes on behind them. So after a broken stream send the last
-   * token that was received, at its position. Tokens that the item does not generate are another caller's:
-   * POSITION_MISMATCH.
+   * item generates, these are sent again, and generation continues after them. So after a broken stream send the last
+   * received token, at its position. If the cache has other tokens there: POSITION_MISMATCH.
    *
    * @generated from field: optional uint32 position = 3;
    */
@@ -510,7 +509,7 @@ export type Chat = Message<"quire.v1.Chat"> & {
   continueLastMessage: boolean;
 
   /**
-   * The prompt ends behind the last message, and not where an answer begins.
+   * The prompt ends after the last message, not where an answer begins.
    *
    * @generated from field: bool omit_generation_prompt = 6;
    */
@@ -534,7 +533,7 @@ export type ChatMessage = Message<"quire.v1.ChatMessage"> & {
   role: ChatRole;
 
   /**
-   * Beside tool calls it may be absent, which chat templates see as no content; an empty one is a text.
+   * With tool calls it may be absent, for chat templates: no content. An empty one is a text.
    *
    * @generated from field: optional string content = 2;
    */
@@ -901,8 +900,8 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
   reasoningContent: string;
 
   /**
-   * Calls that turned out to be malformed, or were cut off, by their indexes: all the text of each. They are no calls, and
-   * what was sent of their arguments is no JSON.
+   * The full texts of calls that turned out to be malformed, or were cut off, by their indexes. Drop these calls: the
+   * arguments that were sent are not JSON.
    *
    * @generated from field: map<uint32, string> malformed_calls = 17;
    */
@@ -969,9 +968,9 @@ export type TokenLogprob = Message<"quire.v1.TokenLogprob"> & {
   sampledLogprob?: number | undefined;
 
   /**
-   * Where the token's text begins in that of its sample: the Unicode characters before it, or before the character of
-   * which the token is a part. For a token of a stop text, which is not sent, it can be behind the end of the text. Unset:
-   * the runtime is a provider, or returns no text.
+   * Where the token's text begins in that of its sample: the number of Unicode characters before it, or before the
+   * character that the token is a part of. For a token of a stop text, which is not sent, it can be beyond the end of
+   * the text. Unset: the runtime is a provider, or returns no text.
    *
    * @generated from field: optional uint32 text_offset = 4;
    */
@@ -1537,7 +1536,7 @@ export enum ToolChoice {
   UNSPECIFIED = 0,
 
   /**
-   * The prompt has no tools, and what looks like a call is text.
+   * The prompt has no tools, and calls are text.
    *
    * @generated from enum value: TOOL_CHOICE_NONE = 1;
    */
@@ -1545,7 +1544,7 @@ export enum ToolChoice {
 
   /**
    * A sample is one call or several, each valid under the schema of its function, by a grammar in place of the item's
-   * constraint. At most 64 KiB of schemas for the server's own workers. Also of a model whose chat template knows no tools.
+   * constraint. At most 64 KiB of schemas for the server's own workers. Works without tools in the chat template.
    *
    * @generated from enum value: TOOL_CHOICE_REQUIRED = 2;
    */
@@ -1864,8 +1863,8 @@ export const ModelRunnerService: GenService<{
     output: typeof EstimateCostResponseSchema;
   },
   /**
-   * A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
-   * server's own model. All of them or none; keeps no cache.
+   * A vector for each text: the hidden states of the last layer, pooled as the model's files say. Only of this server's
+   * own model. Fails as a whole; keeps no cache.
    *
    * @generated from rpc quire.v1.ModelRunnerService.Embed
    */
