@@ -333,14 +333,6 @@ def test_what_is_kept_ends_when_it_is_cancelled_at_once(gateway: GatewayProcess)
     gateway.wait_until(lambda: gateway.status().caches == 0)
 
 
-async def test_what_is_kept_ends_with_await(gateway: GatewayProcess) -> None:
-    async with quire.AsyncClient(gateway.address) as client:
-        execution = client.execute("12+30=", max_tokens=1, keep_s=60)
-        assert [chunk.text async for chunk in execution]
-        await execution.cancel()
-        assert not await client.cancel_execution(execution.request_id)
-
-
 def test_it_goes_on_by_itself_when_the_server_is_killed_and_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
