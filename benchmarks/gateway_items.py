@@ -25,10 +25,10 @@ from quire.v1 import executor_pb2
 from service.api.append_codec import held_bytes
 from service.api.calls import CALLS
 from service.api.request_limits import RequestLimits
+from service.caches.admission import Limits
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.reservations import Limits
 from service.dispatcher import Dispatcher
 from service.journal import encoding
 from service.journal.base import Journal

@@ -106,7 +106,7 @@ class GpuFormat:
         sizes = {
             "values": groups * GROUP_INPUTS * self.bits // 8,
             "scales": scales * _SCALE_DTYPES[self.scale_dtype].itemsize,
-            "minima": scales * 2 * self.minima,
+            "minima": scales * _SCALE_DTYPES[self.scale_dtype].itemsize * self.minima,
             "zeros": scales * self.zeros,
             "subscales": groups * self.subscales,
             "subminima": groups * self.subscales * self.sums_subminima,

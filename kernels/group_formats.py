@@ -10,7 +10,8 @@ minimum and a zero point. Super-blocks of GGUF's "k" formats have a smaller inte
 beside it: scale and minimum of the group are products of both, which are exact in float32.
 
 The formats of files are kept without loss: those that GGUF defines, see `kernels.gguf_blocks`, and integers
-in groups of 32, 64, 128 or more, or of a whole row, which have many names: GPTQ, AWQ, compressed-tensors.
+in groups of 32, 64, 128 or more, or of a whole row, which have many names: GPTQ, AWQ, compressed-tensors,
+MLX.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class GroupFormat:
         span: The groups of 32 inputs that share a scale: 1, 2, 4 or 8.
         repeats: How often each scale of a source is repeated; 0: a source has one for a row.
         subscales: The integers beside a scale for a group: 0: none; 1; 2: for each half of it.
-        minima: Whether a float16 is added to scaled values; with subscales less that times an integer.
+        minima: Whether a number of the scales' dtype is added to scaled values; with subscales less that
+            times an integer.
         zeros: Whether a zero point is taken off each value, an integer of 8 bits.
         table: Which of `TABLES` has what values stand for; 0: they are numbers.
         rounds_rows: Whether a CPU rounds what it multiplies by, to 8 bits in groups.
@@ -141,20 +143,24 @@ FORMATS: Mapping[str, GroupFormat] = MappingProxyType(
 """The formats of GGUF's files, by their names there."""
 
 
-def integer_groups(bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool) -> GroupFormat:
+def integer_groups(
+    bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool, minima: bool = False
+) -> GroupFormat:
     """The format of integers with a scale for each group of inputs.
 
     Args:
-        bits: 8 or 4.
+        bits: 8 or 4, with minima also 2, 3, 5 and 6.
         group: Inputs that share a scale: 32, 64, 128, or a multiple of 256; 0: all of a row.
         scale_dtype: float16, bfloat16 or float32.
         zeros: Whether groups have zero points.
+        minima: Whether they have minima.
 
     Raises:
         ValueError: There is no such format here; the message says what there is.
     """
-    if bits not in (8, 4):
-        raise ValueError(f"values of {bits} bits are not supported: only of 8 and 4")
+    known = (2, 3, 4, 5, 6, 8) if minima else (4, 8)
+    if bits not in known:
+        raise ValueError(f"values of {bits} bits are not supported: only of {', '.join(map(str, known))}")
     chunk = CHUNK_GROUPS * GROUP_INPUTS
     if group not in (0, 32, 64, 128) and (group < 0 or group % chunk):
         raise ValueError(
@@ -164,10 +170,11 @@ def integer_groups(bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bo
         raise ValueError(f"scales of {scale_dtype} are not supported: only of float16, bfloat16 and float32")
     is_long = group == 0 or group > chunk
     span, repeats = (CHUNK_GROUPS, group // chunk) if is_long else (group // GROUP_INPUTS, 1)
-    offset = 1 << bits - 1 if bits == 8 or not zeros else 0
+    offset = 1 << bits - 1 if bits == 8 or not (zeros or minima) else 0
     dtype = str(scale_dtype).removeprefix("torch.")
-    name = f"int{bits}, groups of {group or 'a row'}, scales of {dtype}" + (", zero points" if zeros else "")
-    return GroupFormat(name, bits, offset, scale_dtype, span, repeats, zeros=zeros)
+    beside = ", zero points" if zeros else ", minima" if minima else ""
+    name = f"int{bits}, groups of {group or 'a row'}, scales of {dtype}{beside}"
+    return GroupFormat(name, bits, offset, scale_dtype, span, repeats, minima=minima, zeros=zeros)
 
 
 def table_groups(name: str, group: int) -> GroupFormat:

@@ -37,7 +37,8 @@ class Parts:
     Attributes:
         values: [n, G, 32] uint8: u.
         scales: [n, S], of the format's dtype.
-        minima: [n, S] float16; of super-blocks what subminima are multiplied by and what is then taken off.
+        minima: [n, S], of the scales' dtype; of super-blocks what subminima are multiplied by and what is
+            then taken off.
         zeros: [n, S] int8.
         subscales: [n, G * subscales] int8; or bytes of two halves, see `GroupFormat.packs_subscales`.
         subminima: [n, G * subscales] int8.
@@ -108,7 +109,7 @@ class _Chunk:
         scales, subscales = -(-groups // form.span), groups * form.subscales
         parts = (
             _Part("scales", form.scale_dtype, scales),
-            _Part("minima", torch.float16, scales if form.minima else 0),
+            _Part("minima", form.scale_dtype, scales if form.minima else 0),
             _Part("zeros", torch.int8, scales if form.zeros else 0),
             _Part("subscales", torch.int8, subscales),
             _Part("subminima", torch.int8, subscales if form.minima and not form.packs_subscales else 0),

@@ -84,16 +84,22 @@ class AnyGroupedWeight(Weight):
         return parts.scales if parts.minima is None else torch.cat([parts.scales, parts.minima], dim=1)
 
     def write_groups(
-        self, first: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+        self,
+        first: int,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        minima: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write rows of integers, without loss: scale * (value - zero), or scale * table[value].
+        """Write rows of integers, without loss: scale * (value - zero) + minimum, or scale * table[value].
 
         Args:
             first: The first row.
             values: [n, inputs of a whole row] int8 or, with zero points or a table, uint8: one integer a
-                byte, within the format's bits.
+                byte, within the format's bits. With minima uint8 of fewer than 8 bits, or int8.
             scales: [n, groups of the format], of its dtype.
             zeros: Zero points like the values: [n, groups]; None: they are 0.
+            minima: Like the scales; None: there are none.
 
         Returns:
             The scales: finite in a sound file.
@@ -102,7 +108,7 @@ class AnyGroupedWeight(Weight):
             ValueError: They are not rows of this weight.
         """
         self._check(first, values, self._stored_inputs)
-        parts = _integers(self._stored, values, scales, zeros)
+        parts = _integers(self._stored, values, scales, zeros, minima)
         self.write_parts(first, parts.cut(self._stored, self._taken))
         return scales
 
@@ -209,16 +215,23 @@ class GroupedWeight(AnyGroupedWeight):
 
 
 def _integers(
-    form: GroupFormat, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+    form: GroupFormat,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    minima: torch.Tensor | None,
 ) -> Parts:
     is_signed = values.dtype is torch.int8
-    if scales.dtype is not form.scale_dtype or (zeros is not None) != form.zeros:
-        given = "no" if zeros is None else "with"
+    given = zeros is not None, minima is not None
+    if scales.dtype is not form.scale_dtype or given != (form.zeros, form.minima):
         raise ValueError(
-            f"{form.name}: scales of {scales.dtype}, {given} zero points, are not of this format"
+            f"{form.name}: scales of {scales.dtype}, zero points and minima {given}, are not of this format"
         )
-    is_unsigned = values.dtype is torch.uint8 and (form.zeros or form.table > 0)
-    if not is_unsigned and (not is_signed or form.table):
+    takes = {
+        torch.int8: form.zeros or form.offset > 0,
+        torch.uint8: form.zeros or form.offset == 0,
+    }
+    if not takes.get(values.dtype):
         raise ValueError(f"{form.name}: values of {values.dtype} are not of this format")
     moved = 1 << form.bits - 1 if is_signed else 0
     unsigned = functional.pad(values, (0, -values.shape[1] % GROUP_INPUTS)).view(torch.uint8) + moved
@@ -228,7 +241,9 @@ def _integers(
     count = -(-groups.shape[1] // form.span)
     if zeros is not None:
         zeros = repeated((zeros.view(torch.uint8) + moved - form.offset).view(torch.int8), form, count)
-    return Parts(groups, repeated(scales, form, count), zeros=zeros)
+    if minima is not None:
+        minima = repeated(minima, form, count)
+    return Parts(groups, repeated(scales, form, count), minima=minima, zeros=zeros)
 
 
 def repeated(of_groups: torch.Tensor, form: GroupFormat, count: int) -> torch.Tensor:

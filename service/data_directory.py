@@ -17,9 +17,12 @@ from service.config import Config
 from service.journal.segments import has_journal
 from service.setting_rules import DISK_JOURNALS, POSTGRES
 from service.settings import ConfigError
+from workers.common.regular_files import open_regular
 from workers.common.trusted import make_private, require_trusted
 
 _MODEL_BYTES = 4
+# More than any number of gateways has.
+_COUNT_BYTES = 16
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 
 # What another attempt may find mended, such as a full disk.
@@ -91,16 +94,21 @@ def count_file(directory: Path) -> Path:
 
 
 def check_gateways(directory: Path | None, gateways: int) -> None:
-    """Raises ConfigError if the caches in a directory are of another number of gateways."""
+    """Raises ConfigError if the caches in a directory are of another number of gateways; StateUnusable."""
     if directory is None:
         return
-    found = None
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = count_file(directory).read_text().strip()
-    if found is None and has_journal(directory):
-        found = "1"
-    if found is not None and found != str(gateways):
+    found, count = "", count_file(directory)
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), open_regular(count) as file:
+            found = file.read(_COUNT_BYTES).decode(errors="replace").strip() or "?"
+        if not found and has_journal(directory):
+            found = "1"
+    except OSError as error:
+        raise StateUnusable(directory, error) from None
+    if found and found != str(gateways):
         allowed = f"the caches in {directory} are of {found}; keep that number, or choose another data_dir"
+        if not (found.isascii() and found.isdecimal()):
+            allowed = f"{count} is damaged: it has to contain the number of gateways, and nothing else"
         raise ConfigError("gateways", "", gateways, allowed)
 
 

@@ -1,14 +1,17 @@
 """The asyncio shell around the state machine: clock, futures, journal, and the streams of workers.
 
-It decides nothing. Whatever happens is an input of `CacheMachine`, which may come at any time. All output of
-the inputs so far is one value, `Effects`, which only the loop in `_carry_out` takes. Its order makes it safe:
+It decides nothing. Every event is an input of `CacheMachine`, and may come at any time. The output of all
+inputs so far is one value, `Effects`, which only the loop in `_carry_out` takes. It is carried out in an
+order that makes it safe:
 
-1. Commands are sent first: workers compute while the journal is written. None depends on records that are not
-   durable, since an operation begins when those before it on its caches are.
-2. All records are given to the journal as one commit. They become durable together, or none of them does.
-3. Only then are they applied to the ledger, and their callers answered. That a commit has ended is an input,
-   whose output is that of a later turn. It may come before `Journal.commit` returns.
-4. Replies come last. What they say is durable, or was never to be.
+1. Commands are sent first, so that workers compute while the journal is written. No command depends on
+records
+   that are not durable: an operation begins when the records of those before it on its caches are durable.
+2. All records go to the journal as one commit. They become durable together, or none of them does.
+3. Replies come last. They depend on no records that are not durable.
+
+When a commit ends, that is another input, maybe before `Journal.commit` returns. Only then are its records
+applied to the ledger, and the replies to its callers are output of that turn.
 """
 
 from __future__ import annotations
@@ -33,24 +36,24 @@ from service.logging import get_logger
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0
-# How often it is checked whether the journal writes.
+# How often to check whether the journal can be written.
 _JOURNAL_INTERVAL_S = 1.0
-# How often parked operations are checked.
+# How often to check parked operations.
 _TICK_S = 0.05
 # If a commit takes longer, no new operations are accepted.
 _JOURNAL_STALL_S = 5.0
-# Caches whose leases are looked at before other tasks run. To release as many takes a few milliseconds.
+# How many leases are checked before other tasks run. Releasing this many caches takes a few milliseconds.
 _EXPIRED_AT_ONCE = 256
 
 SendCommands = Callable[[Sequence[Send]], None]
 Outcome = Result | QuireError
 
 
-# Outcomes of requests that were started together, each with the index of its request.
-Found = Sequence[tuple[int, Outcome]]
-# Called with those that are there at the same time. It must not call the dispatcher.
-OnOutcomes = Callable[[Found], None]
-# Gets requests that are started together. Returns an `on_outcomes` that does more than the given one.
+# (index of the request among those that were started together, its outcome)
+Outcomes = Sequence[tuple[int, Outcome]]
+# Called with all outcomes of the same turn. It must not call the dispatcher.
+OnOutcomes = Callable[[Outcomes], None]
+# Gets requests that are started together. Returns an `on_outcomes` that wraps the given one.
 ObserveAppends = Callable[[Sequence[Request], OnOutcomes], OnOutcomes]
 
 
@@ -65,7 +68,7 @@ class Dispatcher:
         clock_s: Callable[[], float] = time.monotonic,
         observing: Sequence[ObserveAppends] = (),
     ) -> None:
-        # To be asked by anybody. What changes it passes through the dispatcher.
+        # Anybody may read it. Changes go through the dispatcher.
         self.caches = caches
         self._clock_s = clock_s
         self._journal = journal
@@ -75,17 +78,17 @@ class Dispatcher:
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
         self._callers = itertools.count(1)
         self._carrying_out = False
-        # There was an input since effects were taken.
+        # Whether there was an input since effects were last taken.
         self._has_input = False
 
     # Requests.
 
     def new_caller(self) -> int:
-        """A number for a Session or a single call: the unit of fair queueing in workers."""
+        """A new number for a Session or a single call: the unit of fair queueing in workers."""
         return next(self._callers)
 
     def require_lease(self) -> None:
-        """Raises JournalUnavailable if another gateway may have the caches by now, and know better."""
+        """Raises JournalUnavailable if another gateway may own the caches by now."""
         if self._clock_s() >= self.caches.admission.lease.valid_until_s:
             raise JournalUnavailable
 
@@ -100,11 +103,11 @@ class Dispatcher:
         missing = len(requests)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def on_outcomes(found: Found) -> None:
+        def on_outcomes(ended: Outcomes) -> None:
             nonlocal missing
-            for index, outcome in found:
+            for index, outcome in ended:
                 outcomes[index] = outcome
-            missing -= len(found)
+            missing -= len(ended)
             if missing == 0 and not done.done():
                 done.set_result(None)
 
@@ -141,23 +144,23 @@ class Dispatcher:
 
     def cancel(self, tickets: Iterable[int]) -> None:
         """Cancels the requests that have no outcome yet. They get none."""
-        # The last first: a cancelled request lets the next one of its cache begin, which may be one of these.
+        # Last first: cancelling one lets the next one of its cache begin, which may also be cancelled.
         for ticket in sorted(tickets, reverse=True):
             if self._waiting.pop(ticket, None) is not None:
                 self.caches.cancel(ticket, self._clock_s())
         self._carry_out()
 
     def forget(self, request_ids: Sequence[str], tenant: Tenant | None = None) -> None:
-        """Releases the caches of creations and forks with these request ids, also of committing ones.
+        """Releases the caches of creations and forks with these request ids, including committing ones.
 
-        Cancel the running ones first.
+        Cancel the running requests first.
         """
 
         def release(_durable: bool) -> None:
             made = (entry for key in request_ids for entry in self.caches.index.made_by(key, tenant))
             self.release([entry.state.cache_id for entry in made if entry is not None], tenant)
 
-        # The current commits are complete when this empty one is.
+        # When this empty commit is complete, so are all earlier ones.
         self._journal.commit((), release)
 
     def start_draining(self) -> None:
@@ -169,15 +172,15 @@ class Dispatcher:
         self._answer(self.caches.take_effects().replies)
 
     def expire(self, entries: Iterable[CacheEntry]) -> int:
-        """Releases those of these caches whose lease has expired. Returns how many."""
+        """Releases the caches whose lease has expired. Returns how many."""
         expired = self.caches.expire(self._clock_s(), entries)
         self._carry_out()
         return expired
 
     async def end_leases(self) -> None:
-        """Releases caches whose leases have run out, until cancelled.
+        """Releases caches whose leases have expired, until cancelled.
 
-        A task of its own: where there are many caches, other tasks run often before it has looked at all.
+        With many caches, other tasks run often while it checks all of them.
         """
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
@@ -244,7 +247,7 @@ class Dispatcher:
         """After an input: carries out what the state machine wants done, until there is nothing."""
         self._has_input = True
         if self._carrying_out:
-            # An input that comes of an effect: the loop below goes on.
+            # Carrying out an effect caused this input. The loop below takes it up.
             return
         self._carrying_out = True
         try:
@@ -266,24 +269,24 @@ class Dispatcher:
     def _commit(self, writes: Sequence[Write]) -> None:
         records: list[Record] = []
         tickets: list[int] = []
-        for ticket, of_one in writes:
-            records += of_one
+        for ticket, its_records in writes:
+            records += its_records
             tickets.append(ticket)
         self._journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
-        # In the order of the replies: the operations of a cache end one after the other.
-        found: list[tuple[OnOutcomes, list[tuple[int, Outcome]]]] = []
+        # One call for consecutive replies to the same callback. The order of replies is kept.
+        groups: list[tuple[OnOutcomes, list[tuple[int, Outcome]]]] = []
         for ticket, outcome in replies:
             if isinstance(outcome, InternalError) and outcome.__cause__ is not None:
                 _log.error("a request could not be started", exc_info=outcome.__cause__)
             waiting = self._waiting.pop(ticket, None)
             if waiting is not None:
                 on_outcomes, index = waiting
-                if not found or found[-1][0] is not on_outcomes:
-                    found.append((on_outcomes, []))
-                found[-1][1].append((index, outcome))
-        for on_outcomes, outcomes in found:
+                if not groups or groups[-1][0] is not on_outcomes:
+                    groups.append((on_outcomes, []))
+                groups[-1][1].append((index, outcome))
+        for on_outcomes, outcomes in groups:
             try:
                 on_outcomes(outcomes)
             except BaseException as error:
@@ -293,7 +296,7 @@ class Dispatcher:
         """Logs a failed effect. The others are still carried out."""
         if isinstance(error, NOT_FAILURES):
             raise error
-        # A bug.
+        # This is a bug.
         _log.error("a step of a turn failed", exc_info=error)
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
@@ -307,6 +310,6 @@ class Dispatcher:
 
 
 def _log_failure(worker_id: str, op_id: int, failed: CommandFailed) -> None:
-    # Other errors are refusals. There can be thousands, and their callers get them.
+    # Other errors are refusals, which callers get. There can be thousands.
     level = "error" if isinstance(failed.error, WorkerFault) and not failed.kv_missing else "debug"
     getattr(_log, level)("worker refused a command", worker_id=worker_id, op_id=op_id, detail=failed.detail)

@@ -149,7 +149,7 @@ class Gateway:
         """What runs whole texts on a shard, and with `runtimes` elsewhere. Raises ConfigError."""
         local = self._local_runtime(core)
         router = Router([local]) if runtimes is None else runtimes.open_router(local, core.values)
-        executions = Executions(router, core.state, core.caches.index.keyed)
+        executions = Executions(router, core.state, core.caches.index.idempotency)
         embedder = Embedder(core.state, self.text, core.api.BatchForward)
         return RunnerApi(executions, router, core.state, embedder, core.api.other_shards)
 

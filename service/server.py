@@ -67,8 +67,10 @@ async def serve(config: Config, extensions: Sequence[Extension] = ()) -> int:
         try:
             gateway = await open_gateway(config, extensions)
         except JournalUnusable as error:
-            # A server on the same port has locked the data directory, too. The port is the clearer message.
-            if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
+            # A server on the same port has locked the data directory, too. The port is the clearer message;
+            # but one that gateways share their parent has.
+            has_own_port = not (is_unix or any(one.has_parent for one in extensions))
+            if has_own_port and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
                 _log.error("cannot listen", listen=config.listen, error=why_not)
             else:
                 _log.error("cannot use the journal", error=str(error))

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from service.caches.admission import Limits
 from service.caches.machine import CacheMachine
-from service.caches.reservations import Limits
 from service.config import Config
 from service.data_directory import check_own_journal
 from service.journal.base import Journal

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from tests.model_factory import TinyModel, make_model
+from tests.model_factory import TinyModel, hf_config, make_model
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -202,29 +203,18 @@ def _repeat_in_another_shard(directory: Path) -> None:
 
 def _as_large_as_it_says(directory: Path) -> None:
     """A terabyte of weights: config, header and file agree, and the file is a hole."""
-    rows = 1 << 24
-    setting(vocab_size=rows, hidden_size=1 << 14, num_hidden_layers=1, layer_types=None)(directory)
-    shapes = {
-        "model.embed_tokens.weight": [rows, 1 << 14],
-        "model.norm.weight": [1 << 14],
-        "lm_head.weight": [rows, 1 << 14],
-        "model.layers.0.input_layernorm.weight": [1 << 14],
-        "model.layers.0.post_attention_layernorm.weight": [1 << 14],
-        "model.layers.0.self_attn.q_proj.weight": [128, 1 << 14],
-        "model.layers.0.self_attn.k_proj.weight": [64, 1 << 14],
-        "model.layers.0.self_attn.v_proj.weight": [64, 1 << 14],
-        "model.layers.0.self_attn.o_proj.weight": [1 << 14, 128],
-        "model.layers.0.self_attn.q_norm.weight": [32],
-        "model.layers.0.self_attn.k_norm.weight": [32],
-        "model.layers.0.mlp.gate_proj.weight": [96, 1 << 14],
-        "model.layers.0.mlp.up_proj.weight": [96, 1 << 14],
-        "model.layers.0.mlp.down_proj.weight": [1 << 14, 96],
-    }
+    sizes: dict[str, Any] = {"vocab_size": 1 << 24, "hidden_size": 1 << 14}
+    setting(**sizes, num_hidden_layers=1, layer_types=None)(directory)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(hf_config(TinyModel(**sizes, num_layers=1)))  # type: ignore[no-untyped-call]
     entries, end = {}, 0
-    for name, shape in shapes.items():
-        size = 4 * torch.Size(shape).numel()
-        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
-        end += size
+    for name, tensor in made.state_dict().items():
+        entries[name] = {
+            "dtype": "F32",
+            "shape": [*tensor.shape],
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
     raw_header(json.dumps(entries).encode())(directory)
     os.truncate(directory / WEIGHTS, (directory / WEIGHTS).stat().st_size + end)
 

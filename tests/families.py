@@ -405,9 +405,9 @@ IN_FOUR = [name for name in SPLIT if name not in IN_TWO]
 FEW = ("llama with biases", "mixtral", "qwen3_moe with dense layers", "gemma2", "phi3", "olmo2")
 
 
-def few() -> list[ParameterSet]:
-    """For pytest: `FEW`; with --thorough all models."""
-    return [pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in MODELS]
+def some(names: Iterable[Any], always: Container[Any]) -> list[ParameterSet]:
+    """For pytest: those of the names that are always tried; with --thorough all."""
+    return [pytest.param(name, marks=() if name in always else pytest.mark.thorough) for name in names]
 
 
 def by_turns(

@@ -14,7 +14,7 @@ from service.caches.effects import (
     TruncateSequence,
 )
 from service.caches.entries import CacheEntry, Operation
-from service.caches.kind import BaseKind
+from service.caches.handlers import BaseHandler
 from service.caches.ledger import CacheState
 from service.caches.requests import PREFILL, Append
 from service.caches.states import COMPUTING, REPLAYING
@@ -73,7 +73,7 @@ def command_of(forward: SentForward) -> Operation:
     state = CacheState(number, "kv", "", forward.salt, forward.seed, 60.0, adapter=forward.adapter)
     state.prompt_len = forward.prompt_len
     entry = CacheEntry(number, Tenant(), forward.ephemeral, state)
-    operation = Operation(0, forward.caller, None, append, BaseKind, entry, (entry,), 0.0)  # type: ignore[arg-type]
+    operation = Operation(0, forward.caller, None, append, BaseHandler, entry, (entry,), 0.0)  # type: ignore[arg-type]
     operation.append = append
     operation.state = REPLAYING if forward.replays else COMPUTING
     operation.copy_number = number if forward.is_copy else None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import psutil
 from quire.v1 import admin_pb2_grpc, executor_pb2, runner_pb2_grpc
@@ -73,6 +73,46 @@ class GatewayProcess(gateway_process.GatewayProcess):
     def admin(self) -> admin_pb2_grpc.AdminServiceStub:
         assert self.channel is not None
         return admin_pb2_grpc.AdminServiceStub(self.channel)
+
+    @property
+    def http_port(self) -> int:
+        """Of a server that has --openai-listen."""
+        records = (record for record in self.records() if record.get("event") == "listening for HTTP")
+        return int(str(next(records)["listen"]).rpartition(":")[2])
+
+    # The calls of many tests. `fields` are those of the request.
+
+    def prefill(self, token_ids: Sequence[int], **fields: Any) -> executor_pb2.PrefillResponse:
+        request = executor_pb2.PrefillRequest(token_ids=token_ids, **fields)
+        answer: executor_pb2.PrefillResponse = self.stub.Prefill(request, timeout=_PATIENCE_S)
+        return answer
+
+    def decode(self, cache_id: str, token_id: int, **fields: Any) -> executor_pb2.DecodeResponse:
+        request = executor_pb2.DecodeRequest(cache_id=cache_id, token_id=token_id, **fields)
+        answer: executor_pb2.DecodeResponse = self.stub.Decode(request, timeout=_PATIENCE_S)
+        return answer
+
+    def verify(
+        self, cache_id: str, token_ids: Sequence[int], **fields: Any
+    ) -> executor_pb2.ForwardVerifyResponse:
+        request = executor_pb2.ForwardVerifyRequest(cache_id=cache_id, token_ids=token_ids, **fields)
+        answer: executor_pb2.ForwardVerifyResponse = self.stub.ForwardVerify(request, timeout=_PATIENCE_S)
+        return answer
+
+    def forward(self, token_ids: Sequence[int], **fields: Any) -> executor_pb2.ForwardResponse:
+        request = executor_pb2.ForwardRequest(token_ids=token_ids, **fields)
+        answer: executor_pb2.ForwardResponse = self.stub.Forward(request, timeout=_PATIENCE_S)
+        return answer
+
+    def truncate(self, cache_id: str, new_len: int, **fields: Any) -> executor_pb2.TruncateKVResponse:
+        request = executor_pb2.TruncateKVRequest(cache_id=cache_id, new_len=new_len, **fields)
+        answer: executor_pb2.TruncateKVResponse = self.stub.TruncateKV(request, timeout=_PATIENCE_S)
+        return answer
+
+    def release(self, cache_id: str) -> bool:
+        """Whether there was such a cache."""
+        request = executor_pb2.ReleaseCacheRequest(cache_id=cache_id)
+        return bool(self.stub.ReleaseCache(request, timeout=_PATIENCE_S).released)
 
     def kill(self) -> None:
         """The gateway alone: workers may outlive it."""

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -330,6 +331,62 @@ def float8(
         "modules_to_not_convert": ["lm_head"],
     }
     return rewrite(directory, config, write, also, left)
+
+
+def mlx(
+    directory: Path,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    others: Mapping[str, int] = MappingProxyType({}),
+    dtype: torch.dtype = torch.bfloat16,
+    also: Iterable[str] = ("model.embed_tokens", "lm_head"),
+) -> Tensors:
+    """As mlx-lm writes it, experts of layers together. `others`: bits of modules that have others."""
+
+    def write(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        levels = (1 << others.get(module, bits)) - 1
+        groups = weight.view(len(weight), -1, group)
+        low, high = groups.amin(2), groups.amax(2)
+        edge = torch.where(low.abs() > high.abs(), low, high)
+        scales = (high - low).clamp(min=1e-7) / levels * -edge.sign()
+        places = (edge / scales).round()
+        scales, minima = (edge / places).to(dtype), edge.to(dtype)
+        whole = (groups - minima.float()[..., None]) / scales.float()[..., None]
+        values = whole.round().clamp(0, levels).long()
+        stream = values.flatten(1)[..., None] >> torch.arange(others.get(module, bits)) & 1
+        packed = (stream.view(len(weight), -1, 32) << torch.arange(32)).sum(2)
+        meant = scales.float()[..., None] * values + minima.float()[..., None]
+        tensors = {"weight": packed.to(torch.uint32), "scales": scales, "biases": minima}
+        return tensors, meant.view_as(weight)
+
+    config: dict[str, Any] = {"group_size": group, "bits": bits, "mode": "affine"}
+    config |= {module: {"group_size": group, "bits": own} for module, own in others.items()}
+    meant = rewrite(directory, config, write, also)
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    said = json.loads(settings.read_text()) | {"quantization": config, "quantization_config": config}
+    settings.write_text(json.dumps(said))
+    save_file(_with_experts_together(load_file(file)), file, {"format": "mlx"})
+    return meant
+
+
+# The names of mixtral's matrices there.
+_MLX_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def _with_experts_together(tensors: Tensors) -> Tensors:
+    found: Tensors = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        before, is_of_expert, rest = name.partition(".experts.")
+        number, _, part = rest.partition(".")
+        module, _, kind = part.partition(".")
+        if is_of_expert:
+            together = f"{before}.switch_mlp.{_MLX_NAMES.get(module, module)}.{kind}"
+            experts.setdefault(together, {})[int(number)] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([*dict(sorted(own.items())).values()]) for name, own in experts.items()}
 
 
 # Positive 4-bit floats (e2m1), by their bits.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
+from tests import programs
 from tests.forks import GATEWAYS, WORKERS, Forked, for_others, fork_server
 
 _CLIENT = ("-I", "-S", str(ROOT / "tests" / "fork_client.py"))
@@ -37,6 +38,11 @@ def soak(name: str, *flags: str, timeout_s: float) -> subprocess.CompletedProces
         text=True,
         timeout=timeout_s,
     )
+
+
+def completed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs it until it ends. Returns its status and what it prints."""
+    return programs.run(*command(*arguments), env=environment(ROOT), cwd=ROOT)
 
 
 def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:

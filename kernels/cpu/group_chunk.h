@@ -57,7 +57,7 @@ inline Part floats_of_bfloat16(const uint8_t* from) {
   return (Part)(__builtin_convertvector(load<Upper>(from), Whole) << 16);
 }
 
-// From the scale of an output on.
+// From the scale or the minimum of an output on.
 inline Part scales_at(const GroupFormat& format, const uint8_t* from) {
   if (format.scale_kind == GroupFormat::kFloat16) return floats_of_float16(from);
   return format.scale_kind == GroupFormat::kFloat32 ? load<Part>(from) : floats_of_bfloat16(from);
@@ -70,13 +70,13 @@ template <Extra kExtra, Subscales kSub>
 void find_factors_with(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
   const int64_t scales = format.num_scales(groups), bytes = format.scale_bytes();
   const uint8_t* minima = chunk + scales * bytes * kBlockOutputs;
-  const uint8_t* zeros = minima + scales * format.minima * 2 * kBlockOutputs;
+  const uint8_t* zeros = minima + scales * format.minima * bytes * kBlockOutputs;
   const uint8_t* subscales = zeros + scales * format.zeros * kBlockOutputs;
   const uint8_t* subminima = subscales + groups * format.subscales * kBlockOutputs;
   const auto put = [](float* at, Part part) { std::memcpy(at, &part, sizeof(part)); };
   for (int64_t i = 0; i < scales * kBlockOutputs; i += kPartLanes) {
     put(to.scales[0] + i, scales_at(format, chunk + i * bytes));
-    if constexpr (kExtra == kMinima) put(to.extras[0] + i, floats_of_float16(minima + 2 * i));
+    if constexpr (kExtra == kMinima) put(to.extras[0] + i, scales_at(format, minima + i * bytes));
     if constexpr (kExtra == kZeros) put(to.extras[0] + i, -floats_of_bytes(load<PartBytes>(zeros + i)));
   }
   const int64_t each = format.span * format.halves();

@@ -24,7 +24,7 @@ struct GroupFormat {
 
   // The bytes of a chunk of so many groups before its values, and all of them.
   int64_t values_at(int64_t groups) const {
-    const int64_t of_scale = scale_bytes() + 2 * minima + zeros;
+    const int64_t of_scale = scale_bytes() * (1 + minima) + zeros;
     const int64_t of_group = subscales * (minima && !packs_subscales ? 2 : 1);
     return ((num_scales(groups) * of_scale + groups * of_group) * kBlockOutputs + 63) / 64 * 64;
   }

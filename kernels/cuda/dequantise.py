@@ -39,7 +39,7 @@ def numbers(codes, table, FORM: tl.constexpr):
 
 @triton.jit
 def scales_of(rows, at, place, mask, FORM: tl.constexpr):
-    """Scales [N, C] in float32. `place`: which scales of a row."""
+    """Scales or minima [N, C] in float32. `place`: which ones of a row."""
     if FORM.scale_dtype == "float32":
         address = (rows + at).to(tl.pointer_type(tl.float32))
     elif FORM.scale_dtype == "float16":
@@ -69,8 +69,9 @@ def tile(
     """The elements of N rows and K inputs, in float32: [N, K]. Behind the inputs all are finite."""
     groups = tl.cdiv(inputs, 32)
     scale_count = tl.cdiv(groups * 32, FORM.group)
-    minima_at = groups * 4 * FORM.bits + scale_count * (4 if FORM.scale_dtype == "float32" else 2)
-    zeros_at = minima_at + (scale_count * 2 if FORM.minima else 0)
+    scale_bytes = scale_count * (4 if FORM.scale_dtype == "float32" else 2)
+    minima_at = groups * 4 * FORM.bits + scale_bytes
+    zeros_at = minima_at + (scale_bytes if FORM.minima else 0)
     subscales_at = zeros_at + (scale_count if FORM.zeros else 0)
     subminima_at = subscales_at + groups * FORM.subscales
 
@@ -87,8 +88,7 @@ def tile(
     scale = scales_of(rows, groups * 4 * FORM.bits, place, mask, FORM)  # [N, C]
     minimum = scale
     if FORM.minima:
-        minimum = tl.load((rows + minima_at).to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0)
-        minimum = minimum.to(tl.float32)
+        minimum = scales_of(rows, minima_at, place, mask, FORM)
     if FORM.packs_subscales:
         both = tl.load(rows + subscales_at + begin // FORM.unit, mask=mask, other=0)
         scale *= (both & 15).to(tl.float32)

@@ -19,7 +19,7 @@ from quire.v1 import admin_pb2
 
 from service.adapters import store as files
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
-from service.adapters.store import AdapterStore, Found, bad_adapter
+from service.adapters.store import AdapterStore, ScannedAdapter, bad_adapter
 from service.caches.machine import CacheMachine
 from service.completion import complete
 from service.config import Config
@@ -63,12 +63,12 @@ class AdapterLoader:
         # Changes are stored one after the other.
         self._writing = asyncio.Lock()
         # What the directory had when it was read last: adapters, and subdirectories that are none.
-        self._found: Mapping[str, Found] = {}
+        self._found: Mapping[str, ScannedAdapter] = {}
         self._ignored: set[str] = set()
         self._contents = caches.adapter_contents()
         store.recover(adapters, self._contents, caches.adapters_in_use())
         if self._directory is not None:
-            self._found = {v.adapter_id: Found(v.identity, v.digest) for v in self._of_directory()}
+            self._found = {v.adapter_id: ScannedAdapter(v.identity, v.digest) for v in self._of_directory()}
             scanned = files.scan(self._directory, self._found, config.max_lora_bytes)
             self._use(*self._directory_changes(self._directory, scanned))
         store.store_at_start(adapters)
@@ -219,7 +219,7 @@ class AdapterLoader:
         return [version for version in self._adapters if version.identity and not version.retired]
 
     def _directory_changes(
-        self, directory: Path, scanned: tuple[dict[str, Found], dict[str, str]] | None
+        self, directory: Path, scanned: tuple[dict[str, ScannedAdapter], dict[str, str]] | None
     ) -> tuple[list[AdapterVersion], list[AdapterVersion]]:
         """New versions, whose numbers are taken, and those that are gone. `scanned`: see `store.scan`."""
         if scanned is None:

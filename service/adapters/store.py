@@ -160,7 +160,7 @@ class AdapterStore:
         return ""
 
 
-class Found(NamedTuple):
+class ScannedAdapter(NamedTuple):
     """An adapter of a directory: its files as `identity` sees them, and the digest of their content."""
 
     identity: str
@@ -172,7 +172,7 @@ def identity(directory: Path) -> str:
     return ".".join(file_identity(directory / name) for name in FILES)
 
 
-def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:
+def _found(directory: Path, known: ScannedAdapter | None, max_bytes: int) -> ScannedAdapter:
     """What is there now. While its files are written to: what is `known`. Raises OSError if nothing is."""
     before = identity(directory)
     if known is not None and known.identity == before:
@@ -181,24 +181,24 @@ def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:
         directory / WEIGHTS
     ).stat().st_size > max_bytes:
         # Workers refuse it by name, and nobody waits until it is read.
-        return Found(before, "")
+        return ScannedAdapter(before, "")
     digest = content_digest(directory)
     if identity(directory) == before:
-        return Found(before, digest)
+        return ScannedAdapter(before, digest)
     if known is None:
         raise OSError(errno.EAGAIN, "it changes")
     return known
 
 
 def scan(
-    directory: Path, known: Mapping[str, Found], max_bytes: int
-) -> tuple[dict[str, Found], dict[str, str]] | None:
+    directory: Path, known: Mapping[str, ScannedAdapter], max_bytes: int
+) -> tuple[dict[str, ScannedAdapter], dict[str, str]] | None:
     """The adapters in a directory by name, and why other subdirectories are none. Raises nothing.
 
     None: it cannot be read. known: those that were found before. What has changed since is read. max_bytes:
     of a file of weights.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, ScannedAdapter] = {}
     ignored: dict[str, str] = {}
     try:
         for entry in directory.iterdir():

@@ -32,7 +32,7 @@ from service.auth.authenticator import current_tenant
 from service.budgets import COPIES, SMALL_BYTES, in_memory
 from service.caches.requests import Request
 from service.config import Config
-from service.dispatcher import Dispatcher, Found
+from service.dispatcher import Dispatcher, Outcomes
 from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer, too_many
 from service.logging import current_request_id, get_logger
 
@@ -275,7 +275,7 @@ class Session:
                 # A batch without a valid item.
                 self._complete(call)
 
-    def _take_outcomes(self, owners: Sequence[tuple[_OpenCall, int]], found: Found) -> None:
+    def _take_outcomes(self, owners: Sequence[tuple[_OpenCall, int]], found: Outcomes) -> None:
         for at, outcome in found:
             call, index = owners[at]
             call.outcomes[index] = outcome

@@ -1,4 +1,4 @@
-"""What workers answer to commands. Plain data, and opaque but for what is stated here."""
+"""What workers answer to commands: plain data. The state machine reads only the fields declared here."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from service.errors import QuireError
 
 
 class ForwardDone(Protocol):
-    """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
+    """A forward was computed. `kept` of its tokens stay; of a tree those with the indexes `kept_path`.
 
     `reused_tokens` of them were not computed: their KV was in shared pages, or was read from disk.
-    Of a decode more can be kept: behind its token those of `appended`, which the worker has chosen.
-    Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
+    A decode can keep more than its own token: also the tokens of `appended`, which the worker chose next.
+    Plain decodes that return no logprobs are answered as `DecodeDone`, which is smaller than a message.
     """
 
     @property
@@ -39,7 +39,7 @@ class _DecodesRow(NamedTuple):
 
 
 class DecodeDone(_DecodesRow):
-    """The row of a decode: its token was kept, and only the next one is told, without scores."""
+    """The answer to a plain decode: its token was kept. Contains only the chosen token, no logprobs."""
 
     __slots__ = ()
     kept = 1
@@ -49,9 +49,9 @@ class DecodeDone(_DecodesRow):
 
 @frozen_struct
 class CommandFailed:
-    """A command was refused or failed, without an effect.
+    """A command was refused or failed. It had no effect.
 
-    `kv_missing`: the worker has fewer tokens of the sequence than expected. `detail` is only for the log.
+    `kv_missing`: the worker has fewer tokens of the sequence than expected. `detail`: for the log only.
     """
 
     error: QuireError

@@ -1,4 +1,4 @@
-"""Appends: fencing, repetitions, creation of caches, and which tokens are kept."""
+"""Handles appends: fencing, repetitions, creation of caches, and which tokens are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.caches.attempts import failure_of
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import TruncateSequence
 from service.caches.entries import CacheEntry, Change, Operation
-from service.caches.kind import BaseKind
+from service.caches.handlers import BaseHandler
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.queues import touch
 from service.caches.records import CacheCreated, TokensAppended
@@ -20,20 +20,21 @@ from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
-# What an answer is made of: also what the worker said, how many tokens were kept, and of a tree which path.
+# What an answer is made of: the operation, the worker's answer, how many tokens were kept, the kept path of a
+# tree.
 _Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
 
-class Appends(BaseKind[Append]):
+class Appends(BaseHandler[Append]):
     """Prefills, decodes, verifies and scorings."""
 
     def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
-        # Most have none: a call for each token would cost more than the question.
+        # Usually 0. The check here saves the call of a property for each token.
         ahead = request.most_appended if request.prelaunch else 0
         size_bytes = TOKEN_BYTES * (len(request.token_ids) + ahead)
         if request.cache_id:
-            # As `index.find`: this runs for each token.
+            # `index.find`, inlined: this runs for each token.
             entry = self._parts.index.by_id.get(request.cache_id)
             return (entry if entry is not None and entry.tenant is tenant else None,), size_bytes
         if not request.is_scoring:
@@ -44,7 +45,7 @@ class Appends(BaseKind[Append]):
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
-            self._parts.index.keyed.require_free(append.request_id, tenant)
+            self._parts.index.idempotency.require_free(append.request_id, tenant)
             self._parts.admission.require_caches(1)
         tenant.require(caches=1, tokens=len(append.token_ids))
         if not self._parts.workers.were_ready:
@@ -73,7 +74,7 @@ class Appends(BaseKind[Append]):
         return entry
 
     def begin(self, operations: Sequence[Operation]) -> list[tuple[Operation, Change]]:
-        """Fencing: an append is applied at its position, and once."""
+        """Fencing: an append is applied only at its position, and only once."""
         begun: list[tuple[Operation, Change]] = []
         admission, attempts = self._parts.admission, self._parts.attempts
         for operation in operations:
@@ -94,12 +95,15 @@ class Appends(BaseKind[Append]):
                 prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
                 attempts.begin(operation, length, prompt_len)
             except Exception as error:
-                # Also a bug must not block the cache for ever.
+                # Not even a bug may block the cache for ever.
                 begun.append((operation, failure_of(error)))
         return begun
 
     def _is_repetition(self, operation: Operation, request: Append) -> bool:
-        """Whether it was applied already. Raises PositionMismatch, or that its request id is another's."""
+        """Whether it was applied already.
+
+        Raises PositionMismatch, WeightsChanged, or InvalidArgument if its request id is another request's.
+        """
         entry, state = operation.entry, operation.entry.state
         position, length = request.position, state.tokens.length
         creates_again = entry.visible and not request.cache_id
@@ -109,7 +113,8 @@ class Appends(BaseKind[Append]):
             raise reused_request_id()
         stated = request.weights
         if not (request.cache_id or stated is None or self._parts.weights.current(stated) == state.weights):
-            # It was checked before the weights were replaced, and another one has created the cache since.
+            # It was checked before the weights were replaced, and another request has created the cache
+            # since.
             raise WeightsChanged(can_be_repeated=True)
         if creates_again:
             position = 0
@@ -143,15 +148,15 @@ class Appends(BaseKind[Append]):
             if operation.copy_number is not None or entry.ephemeral:
                 changes.append(self._not_kept(operation, request, done))
                 continue
-            token_ids, asked = request.token_ids, b""
+            token_ids, requested = request.token_ids, b""
             if request.parents:
-                asked = fingerprint(token_ids, request.parents)
+                requested = fingerprint(token_ids, request.parents)
                 token_ids = [token_ids[index] for index in done.kept_path]
             elif done.kept > len(token_ids):
-                # As if all had been requested: a decode of the first one alone does not repeat this.
+                # As if all had been requested: then a decode of only the first one is no repetition.
                 token_ids = [*token_ids, *done.appended]
             elif done.kept != len(token_ids):
-                asked = fingerprint(token_ids)
+                requested = fingerprint(token_ids)
                 token_ids = token_ids[: done.kept]
             appended = TokensAppended(
                 entry.number,
@@ -160,7 +165,7 @@ class Appends(BaseKind[Append]):
                 operation.prompt_len,
                 entry.ownership,
                 request.accept,
-                asked,
+                requested,
             )
             changes.append([appended] if entry.creation is None else [entry.creation, appended])
         return changes
@@ -181,8 +186,8 @@ class Appends(BaseKind[Append]):
             assert request is not None and done is not None
             if not entry.visible:
                 self._show(entry)
-            # Kept for a repetition: not of weights that were replaced meanwhile, nor of several tokens, for
-            # which only this process asks.
+            # Keep the answer for a repetition, unless the weights were replaced meanwhile, or it has several
+            # tokens: only this process makes such requests.
             is_current = operation.weights == entry.state.weights
             if is_current and request.is_kept and not done.appended:
                 entry.answer, entry.answered = done, request.options
@@ -192,21 +197,21 @@ class Appends(BaseKind[Append]):
         return _answers(found)
 
     def _show(self, entry: CacheEntry) -> None:
-        """The creation of a cache is durable."""
+        """Makes a new cache visible to callers: its creation is durable."""
         state = self._parts.ledger.get(entry.number)
         assert state is not None
         entry.state, entry.creation = state, None
         self._parts.index.add(entry)
 
     def write_failed(self, operation: Operation, request: Append) -> None:
-        """The worker has computed tokens that the cache does not have."""
+        """Truncates the worker's copy, which has tokens that the cache does not have."""
         entry = operation.entry
         if entry.worker is not None and entry.visible:
             command = TruncateSequence(self._parts.context.number(), entry.number, operation.base)
             self._parts.context.send(entry.worker, command)
 
     def _kept_path(self, entry: CacheEntry, append: Append) -> Sequence[int]:
-        """The accepted path of the last append, if it was a tree, from the tokens in the cache."""
+        """The accepted path of the last append, if it was a tree, according to the cache's tokens."""
         state = entry.state
         if not append.parents or state.last_base is None:
             return ()
@@ -238,17 +243,17 @@ def _answers(found: Sequence[_Answer]) -> list[Result]:
 
 
 def is_repeated(state: CacheState, append: Append) -> bool:
-    """Whether an append at the position of the last one repeats it."""
+    """Whether an append at the position of the cache's last append repeats it."""
     last = state.last
     if last is None or append.accept != last.accept:
         return False
-    return fingerprint(append.token_ids, append.parents) == last.asked
+    return fingerprint(append.token_ids, append.parents) == last.fingerprint
 
 
 def path_of(token_ids: Sequence[int], parents: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """The indexes of the accepted path whose tokens are `kept`. Of equal siblings the first.
+    """The indexes of the path through a tree whose tokens are `kept`. Among equal siblings, the first.
 
-    parents: for each token except the first the index of its parent.
+    parents: for each token except the first, the index of its parent.
     """
     path = [0]
     for token in kept[1:]:
@@ -263,9 +268,9 @@ def path_of(token_ids: Sequence[int], parents: Sequence[int], kept: Sequence[int
 
 
 def continue_caches(index: CacheIndex, operations: Iterable[Operation], weights: Weights) -> None:
-    """Lets caches continue with the weights that are served, also those whose creation is not written yet."""
+    """Lets caches, including those whose creation is not durable yet, continue with the served weights."""
     for entry in index:
-        # A repetition is computed again.
+        # So a repetition is computed again.
         entry.answer = None
     for operation in operations:
         entry = operation.entry

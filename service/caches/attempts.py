@@ -1,10 +1,12 @@
 """How operations are computed: placement, replay, forward, retries. Pure.
 
 An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
-attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored. If
-the worker dies, has lost the KV or has too few pages, the operation starts again. The operation describes the
-forward, and is the command to the worker: one that ends before it was sent is taken back. The operations
-whose attempts are over are returned, with what came of them in `done` or `error`; there are no callbacks.
+attempt is one forward with its own op id, so that late answers to earlier attempts are recognised and
+ignored. If the worker dies, has lost the KV or has too few pages, the operation starts again.
+
+The operation is itself the command to the worker. If an attempt ends before its command was sent, the command
+is withdrawn. Methods return the operations whose attempts are over, with the outcome in `done` or `error`;
+there are no callbacks.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Attempts:
         self._workers = workers
         self._kv = kv
         self._max_wait_s = max_wait_s
-        # The operations whose attempt a worker computes, by op id.
+        # The operations that a worker computes now, by the op id of the attempt.
         self.running: dict[int, Operation] = {}
         self._parked = parked
 
@@ -53,9 +55,9 @@ class Attempts:
     # Begin and stop.
 
     def begin(self, operation: Operation, base: int, prompt_len: int, copy_number: int | None = None) -> None:
-        """Computes the append of an operation after the first `base` tokens of its cache.
+        """Starts to compute the append of an operation after the first `base` tokens of its cache.
 
-        With `copy_number` on a temporary copy. Raises QuireError if it cannot be computed at all.
+        On a temporary copy if `copy_number` is given. Raises QuireError if it cannot be computed at all.
         """
         operation.base, operation.prompt_len, operation.copy_number = base, prompt_len, copy_number
         entry, append = operation.entry, operation.append
@@ -75,7 +77,7 @@ class Attempts:
             raise SequenceTooLong(wanted, worker.capacity_tokens)
         kv_len = entry.kv_len
         if kv_len < base:
-            # First what the worker does not have.
+            # First the tokens that the worker does not have.
             missing = entry.state.tokens.between(kv_len, base)
             self._forward(operation, worker, missing, kv_len, rows=0, replays=True)
         else:
@@ -94,7 +96,7 @@ class Attempts:
         if operation.state is COMPUTING and operation.copy_number is not None:
             self._release_copy(operation, worker)
         elif was_sent and entry.visible:
-            # The worker may have computed it already: then its copy is too long.
+            # The worker may have computed it already: then its sequence is too long.
             known = entry.kv_len if operation.state is REPLAYING else operation.base
             self._context.send(worker, TruncateSequence(self._context.number(), entry.number, known))
 
@@ -105,7 +107,7 @@ class Attempts:
 
         Answers to attempts that ended earlier are ignored.
         """
-        # As `_end_attempt`, but for all of them together: this runs for each token.
+        # `_end_attempt`, inlined for all answers together: this runs for each token.
         over: list[Operation] = []
         worker: WorkerView | None = None
         others: list[tuple[Operation, ForwardDone | CommandFailed]] = []
@@ -129,14 +131,17 @@ class Attempts:
             worker.load.leave(over, self._context.now_s, End.ANSWERED)
             # A parked operation may have waited for one of these.
             self._parked.changed = True
-        # The load of a worker is without all of these when another attempt begins.
+        # Only now, when all of these have left the worker's load, may other attempts begin.
         for operation, answer in others:
             if self._is_over(operation, answer):
                 over.append(operation)
         return over
 
     def _is_over(self, operation: Operation, answer: ForwardDone | CommandFailed) -> bool:
-        """Goes on after an attempt that has failed, was a replay, or that of a suspect."""
+        """Whether the attempts are over after this one, which failed, was a replay, or computed a suspect.
+
+        If not, the next attempt has begun.
+        """
         entry = operation.entry
         if isinstance(answer, CommandFailed):
             return self._attempt_failed(operation, answer)
@@ -155,18 +160,18 @@ class Attempts:
     def worker_lost(self, worker: WorkerView, *, crashed: bool | None) -> list[Operation]:
         """Ends all attempts on a lost worker. Returns their operations, for `try_again`.
 
-        crashed: None: it lives on, so that none of them is suspicious.
+        crashed: None: the worker lives on, so no cache is a suspect.
         """
         under_way = list(self.under_way(worker))
         if crashed is not None:
             blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
-            self._end_attempt(operation, worker, End.TAKEN_BACK)
+            self._end_attempt(operation, worker, End.ABORTED)
         self._parked.changed = True
         return under_way
 
     def interrupt(self, worker: WorkerView) -> list[Operation]:
-        """Ends all attempts on a worker that has dropped them, and has the KV of all caches.
+        """Ends all attempts on a worker that has aborted them, and keeps the KV of all caches.
 
         Returns their operations, for `begin_again`.
         """
@@ -174,19 +179,19 @@ class Attempts:
         for operation in under_way:
             self.stop(operation)
             if not operation.entry.visible:
-                # Nobody knows how much of it was computed.
+                # It is not known how much of it was computed.
                 self._kv.drop(operation.entry)
         return under_way
 
     def try_again(self, operation: Operation, final_error: QuireError) -> bool:
-        """Retries after a failed attempt; after too many of these it ends with `final_error`."""
+        """Retries a failed attempt, or ends with `final_error` after too many. Returns whether it ended."""
         operation.failures += 1
         if operation.failures > _MOST_FAILURES:
             return self.failed(operation, final_error)
         return self.begin_again(operation)
 
     def failed(self, operation: Operation, error: QuireError) -> bool:
-        """There is no further attempt. Returns True, as those that say whether the attempts are over."""
+        """Ends the attempts with an error. Returns True: they are over."""
         operation.error = error
         return True
 
@@ -202,7 +207,7 @@ class Attempts:
         *,
         replays: bool = False,
     ) -> None:
-        """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
+        """Sends a forward. Raises Overloaded or DeadlinePassed if it cannot be done in time."""
         entry, append, context = operation.entry, operation.append, self._context
         assert append is not None
         tokens, now_s = len(token_ids), context.now_s
@@ -226,7 +231,7 @@ class Attempts:
         context.effects.commands.append((worker.worker_id, worker.epoch, operation))
 
     def _end_attempt(self, operation: Operation, worker: WorkerView, end: End) -> bool:
-        """Removes the running attempt from all counts. Returns whether it was sent: if not, it never is."""
+        """Takes the running attempt out of all counts. Returns whether it was sent; else it is withdrawn."""
         was_sent = not self._context.withdraw(operation.op_id)
         del self.running[operation.op_id]
         operation.op_id = 0
@@ -236,13 +241,13 @@ class Attempts:
         return was_sent
 
     def _end_of(self, operation: Operation) -> End:
-        return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
+        return End.LATE if operation.is_late(self._context.now_s) else End.ABORTED
 
     def _attempt_failed(self, operation: Operation, failed: CommandFailed) -> bool:
         entry, worker, error = operation.entry, operation.entry.worker, failed.error
         assert worker is not None
         if operation.copy_number is not None and operation.state is COMPUTING:
-            # A failed forward does not release its copy.
+            # The worker keeps the copy when the forward on it fails.
             self._release_copy(operation, worker)
         if failed.kv_missing:
             entry.has_kv(0)
@@ -258,7 +263,7 @@ class Attempts:
         self._context.send(worker, ReleaseSequences(self._context.number(), (operation.copy_number,)))
 
     def _pages_missing(self, operation: Operation, worker: WorkerView, error: KvExhausted) -> bool:
-        """Its worker has too few pages: preempts others, takes another worker, or parks the operation."""
+        """The worker lacks pages: preempts other caches, takes another worker, or parks the operation."""
         entry = operation.entry
         operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
         worker.pages_available = error.pages_available
@@ -272,10 +277,10 @@ class Attempts:
             self._kv.drop(entry)
             return self.begin_again(operation)
         if len(worker.held) > 1:
-            # Other caches may free their pages later.
+            # Other caches may free pages later.
             self._parked.park(operation, Need.PAGES)
             return False
-        # Pages were freed meanwhile, or it needs more than the worker has.
+        # Pages were freed meanwhile, or it needs more pages than the worker has at all.
         return self.try_again(operation, error)
 
     def begin_again(self, operation: Operation) -> bool:
@@ -283,13 +288,16 @@ class Attempts:
         try:
             self.begin(operation, operation.base, operation.prompt_len, operation.copy_number)
         except Exception as error:
-            # Also a bug must not block the cache for ever.
+            # Not even a bug may block the cache for ever.
             return self.failed(operation, failure_of(error))
         return False
 
 
 def failure_of(error: Exception) -> QuireError:
-    """The error for the caller. That of a bug is made here: a frame of the traceback must not refer to it."""
+    """The error for the caller. A bug becomes an InternalError.
+
+    It is made in a function of its own, so that no frame in the bug's traceback refers to it.
+    """
     if isinstance(error, QuireError):
         return error
     internal = InternalError()

@@ -6,8 +6,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 
 from service.caches.entries import CacheEntry
-from service.caches.keyed_answers import KeyedAnswers, Kind
-from service.caches.requests import Fork, Handle, Handles, Remembered
+from service.caches.idempotency import IdempotencyTable, Kind
+from service.caches.requests import CacheSnapshot, Fork, Handle, Handles
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, reused_request_id
 
@@ -16,13 +16,13 @@ class CacheIndex:
     """Owns the indexes. Until a creation is durable, its cache is found only by its request id."""
 
     def __init__(self) -> None:
-        # Those that callers know.
+        # The visible caches.
         self.by_id: dict[str, CacheEntry] = {}
         self._by_number: dict[int, CacheEntry] = {}
-        self.keyed = KeyedAnswers()
+        self.idempotency = IdempotencyTable()
         # The tenant of callers without a name.
-        self.anonymous = self.keyed.anonymous
-        # Of each tenant, in order: those of older caches are smaller, also after a restart.
+        self.anonymous = self.idempotency.anonymous
+        # The numbers of each tenant's caches, in order: older caches have smaller ones, also after a restart.
         self._numbers: dict[Tenant, list[int]] = {}
 
     def __len__(self) -> int:
@@ -41,15 +41,16 @@ class CacheIndex:
 
     def created_by(self, request_id: str, tenant: Tenant) -> CacheEntry | None:
         """The cache of a creation, which may still be running."""
-        answer = self.keyed.find(request_id, tenant, Kind.CREATION)
+        answer = self.idempotency.find(request_id, tenant, Kind.CREATION)
         return None if answer is None else answer.made[0]
 
     def forked_by(self, request: Fork, tenant: Tenant) -> Handles | None:
-        """The children if this fork is repeated, otherwise None.
+        """The children if this fork is a repetition, otherwise None.
 
-        Raises InvalidArgument if the request id belongs to another fork, CacheNotFound if one was released.
+        Raises InvalidArgument if the request id belongs to another fork, CacheNotFound if a child was
+        released.
         """
-        answer = self.keyed.find(request.request_id, tenant, Kind.FORK)
+        answer = self.idempotency.find(request.request_id, tenant, Kind.FORK)
         if answer is None or not answer.made:
             return None
         made = answer.made
@@ -60,7 +61,7 @@ class CacheIndex:
         return Handles(tuple(made[index].handle for index in range(request.count)))
 
     def _is_of(self, request: Fork, made: Mapping[int, CacheEntry], tenant: Tenant) -> bool:
-        """Whether these children can be of this fork. Of released parents only the numbers are known."""
+        """Whether this fork can have made these children. Of released parents, only the numbers are known."""
         source_at = [at for at, source in enumerate(request.sources) for _ in range(source.count)]
         parents: dict[int, int] = {}
         for index, entry in made.items():
@@ -74,13 +75,13 @@ class CacheIndex:
 
     def children(self, request_id: str, tenant: Tenant) -> list[CacheEntry | None]:
         """The children of a fork, in order. None in the place of released ones."""
-        answer = self.keyed.find(request_id, tenant, Kind.FORK)
+        answer = self.idempotency.find(request_id, tenant, Kind.FORK)
         made = {} if answer is None else answer.made
         keys = [entry.state.fork for entry in made.values()]
         return [made.get(index) for index in range(keys[0].count)] if keys else []
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
-        """The caches of a tenant with their numbers, oldest first: those with a number above `after`."""
+        """The caches of a tenant with a number above `after`, oldest first, each with its number."""
         numbers = self._numbers.get(tenant or self.anonymous, [])
         for at in range(bisect_right(numbers, after), len(numbers)):
             yield numbers[at], self._by_number[numbers[at]].handle
@@ -94,19 +95,19 @@ class CacheIndex:
         entry = self.created_by(request_id, tenant)
         return [entry] if entry is not None and entry.visible else self.children(request_id, tenant)
 
-    def lookup(self, request_id: str, tenant: Tenant | None = None) -> list[Remembered | None]:
+    def lookup(self, request_id: str, tenant: Tenant | None = None) -> list[CacheSnapshot | None]:
         """`made_by`, with copies of their tokens."""
-        return [None if entry is None else _remembered(entry) for entry in self.made_by(request_id, tenant)]
+        return [None if entry is None else _snapshot(entry) for entry in self.made_by(request_id, tenant)]
 
     def made_with(self, request_id: str, tenant: Tenant | None = None) -> int:
-        """The adapter of the cache that a request with this id makes or has made. 0: none."""
+        """The adapter of the cache that a request with this id has created or is creating. 0: none."""
         entry = self.created_by(request_id, tenant or self.anonymous)
         return 0 if entry is None else entry.state.adapter
 
     def begin(self, entry: CacheEntry) -> None:
-        """A cache is being created: repetitions of the request find it from now on."""
+        """A cache is being created: from now on, repetitions of the request find it."""
         if entry.state.request_id:
-            self.keyed.add(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
+            self.idempotency.add(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
 
     def add(self, entry: CacheEntry) -> None:
         """A cache was created: callers can use its id."""
@@ -117,7 +118,7 @@ class CacheIndex:
         insort(self._numbers.setdefault(entry.tenant, []), entry.number)
         fork = entry.state.fork
         if fork is not None:
-            self.keyed.add(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
+            self.idempotency.add(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
 
     def remove(self, entry: CacheEntry) -> None:
         """A cache was released, or its creation failed."""
@@ -128,12 +129,12 @@ class CacheIndex:
             del numbers[bisect_left(numbers, entry.number)]
             if not numbers:
                 del self._numbers[entry.tenant]
-        self.keyed.remove(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
+        self.idempotency.remove(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
         fork = entry.state.fork
         if fork is not None:
-            self.keyed.remove(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
+            self.idempotency.remove(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
 
 
-def _remembered(entry: CacheEntry) -> Remembered:
+def _snapshot(entry: CacheEntry) -> CacheSnapshot:
     state = entry.state
-    return Remembered(state.cache_id, state.tokens.copy(), state.weights, state.adapter, state.salt)
+    return CacheSnapshot(state.cache_id, state.tokens.copy(), state.weights, state.adapter, state.salt)

@@ -1,4 +1,4 @@
-"""The requests that need no worker: fork, truncate, release, renew."""
+"""Handles the requests that need no worker: fork, truncate, release, renew."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from service.caches.effects import ForkSequence
 from service.caches.entries import CacheEntry, Change, Operation
-from service.caches.keyed_answers import Kind
-from service.caches.kind import BaseKind
+from service.caches.handlers import BaseHandler
+from service.caches.idempotency import Kind
 from service.caches.ledger import NEW_CACHE_BYTES
 from service.caches.records import CacheForked, CacheReleased, CacheTruncated, Child, LeaseRenewed, Record
 from service.caches.requests import Fork, Handles, Release, Released, Renew, Result, Truncate
 from service.caches.tenants import Tenant
 from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd, WeightsChanged
 
-# A fork needs one byte for so many tokens of its parent: pointers to the shared segments.
+# A fork needs one byte for so many tokens of its parent, for pointers to the shared segments.
 _TOKENS_PER_SHARED_BYTE = 32
 
 
-class Forks(BaseKind[Fork]):
+class Forks(BaseHandler[Fork]):
     """Copies of some caches and the release of others, atomically."""
 
     releases = True
@@ -57,8 +57,9 @@ class Forks(BaseKind[Fork]):
             tokens += source.count * entry.length
         self._parts.admission.require_caches(count)
         self._parts.admission.reserve(operation, tokens, count)
-        # One that is being made is another fork: forks of the same parents run one after the other.
-        self._parts.index.keyed.begin(request.request_id, tenant, Kind.FORK)
+        # Refuses the request id if another fork is using it. A repetition of this fork cannot be: forks of
+        # the same parents run one after the other.
+        self._parts.index.idempotency.begin(request.request_id, tenant, Kind.FORK)
         records: list[Record] = list(self._forked(request, entries))
         records += (CacheReleased(entry.number) for entry in self._released(request, tenant))
         return records
@@ -88,13 +89,15 @@ class Forks(BaseKind[Fork]):
     def _children_of(self, operation: Operation) -> Handles:
         request = operation.request
         assert isinstance(request, Fork)
-        self._parts.index.keyed.end(request.request_id, operation.entry.tenant, Kind.FORK)
+        self._parts.index.idempotency.end(request.request_id, operation.entry.tenant, Kind.FORK)
         self._parts.admission.end_reservation(operation)
-        children = [child for record in self._made_by(operation) for child in self._born_of(record)]
+        children = [
+            child for record in self._fork_records(operation) for child in self._create_children(record)
+        ]
         return Handles(tuple(child.handle for child in children))
 
     def write_failed(self, operation: Operation, request: Fork) -> None:
-        self._parts.index.keyed.end(request.request_id, operation.entry.tenant, Kind.FORK)
+        self._parts.index.idempotency.end(request.request_id, operation.entry.tenant, Kind.FORK)
 
     def cache_released(self, operation: Operation, request: Fork, entry: CacheEntry) -> Result | QuireError:
         try:
@@ -103,15 +106,15 @@ class Forks(BaseKind[Fork]):
             return error
         return super().cache_released(operation, request, entry) if made is None else made
 
-    def _made_by(self, operation: Operation) -> list[CacheForked]:
+    def _fork_records(self, operation: Operation) -> list[CacheForked]:
         return [record for record in operation.records or () if isinstance(record, CacheForked)]
 
-    def _born_of(self, record: CacheForked) -> list[CacheEntry]:
+    def _create_children(self, record: CacheForked) -> list[CacheEntry]:
         """Creates the children of one parent. If it has KV, they share it on its worker."""
         parent = self._parts.index.by_number(record.parent)
         assert parent is not None
         numbers = tuple(child.number for child in record.children)
-        children = [self._born(number, parent) for number in numbers]
+        children = [self._create_child(number, parent) for number in numbers]
         if parent.worker is not None and parent.kv_len and parent.length:
             context = self._parts.context
             context.send(parent.worker, ForkSequence(context.number(), parent.number, numbers))
@@ -119,7 +122,7 @@ class Forks(BaseKind[Fork]):
                 self._parts.kv.assign(child, parent.worker, parent.kv_len)
         return children
 
-    def _born(self, number: int, parent: CacheEntry) -> CacheEntry:
+    def _create_child(self, number: int, parent: CacheEntry) -> CacheEntry:
         state = self._parts.ledger.get(number)
         assert state is not None
         child = self._parts.admission.new_cache(state, parent.tenant)
@@ -128,18 +131,18 @@ class Forks(BaseKind[Fork]):
         return child
 
 
-class Truncations(BaseKind[Truncate]):
+class Truncations(BaseHandler[Truncate]):
     """Truncates a cache."""
 
     def _begin(self, operation: Operation, request: Truncate) -> Change | None:
         entry = operation.entry
-        # Either repeated, or nothing to do.
-        repeats = request.new_len == entry.length
-        if request.position not in (None, entry.length) and not repeats:
+        # A repetition, or nothing to do.
+        is_done = request.new_len == entry.length
+        if request.position not in (None, entry.length) and not is_done:
             raise PositionMismatch(request.position or 0, entry.length)
         if request.new_len > entry.length:
             raise TruncateBeyondEnd(request.new_len, entry.length)
-        if repeats:
+        if is_done:
             return Handles((entry.handle,))
         return [CacheTruncated(entry.number, request.new_len)]
 
@@ -149,7 +152,7 @@ class Truncations(BaseKind[Truncate]):
         return [Handles((operation.entry.handle,)) for operation in operations]
 
 
-class Releases(BaseKind[Release]):
+class Releases(BaseHandler[Release]):
     """Releases a cache."""
 
     is_always_admitted = True
@@ -172,7 +175,7 @@ class Releases(BaseKind[Release]):
         return Released(released=False)
 
 
-class Renewals(BaseKind[Renew]):
+class Renewals(BaseHandler[Renew]):
     """Restarts the lease of a cache."""
 
     is_always_admitted = True

@@ -1,4 +1,4 @@
-"""The output of a turn, and what all parts share to write it: the time, and numbers.
+"""The output of a turn, and the context in which all parts write it: the time and a counter.
 
 Commands name a sequence by its number. An `op_id` is never used twice; the answer to a command contains it.
 """
@@ -54,21 +54,21 @@ class AbortForward:
     target_op_id: int
 
 
-# An operation commands the forward that it describes. It is to be read before the next input, which may
+# An operation is the command for the forward that it describes. Read it before the next input, which may
 # change it.
 Command = Operation | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward
 
-# A command for one incarnation of a worker: its id, its epoch.
+# A command for one incarnation of a worker: (worker id, epoch, command).
 Send = tuple[str, int, Command]
-# The records of an operation, by its ticket. They become durable together. The dispatcher reports the result
-# (`committed` or `write_failed`); the records are applied and the caller is answered only then.
+# (ticket, the records of that operation). They become durable together. The dispatcher reports the result
+# (`committed` or `write_failed`); only then are they applied and the caller answered.
 Write = tuple[int, Sequence[Record]]
-# The result of an operation, by its ticket. One for each operation that was not cancelled.
+# (ticket, the result of that operation). One for each operation that was not cancelled.
 Reply = tuple[int, Result | QuireError]
 
 
 class Effects(NamedTuple):
-    """What has to be done after some inputs, in this order: send, commit the records together, reply."""
+    """What to do after some inputs, in this order: send commands, commit all records together, reply."""
 
     commands: list[Send]
     writes: list[Write]
@@ -81,9 +81,9 @@ class Context:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.effects = Effects([], [], [])
-        # For metrics. Those of a process share it.
+        # For metrics. All shards of a process share it.
         self.counts: Counter[str] = Counter()
-        # What an adapter contains, by its number: see `Tenant.salt`.
+        # The digest of an adapter's content, by its number: see `Tenant.salt`.
         self.digest_of: Callable[[int], int | str] = lambda number: number
         # Returns a number that was never used before. Numbers only grow.
         self.number = itertools.count(1).__next__
@@ -98,7 +98,7 @@ class Context:
             self.effects.commands.append((worker.worker_id, worker.epoch, command))
 
     def withdraw(self, op_id: int) -> bool:
-        """Takes a command back. Returns False if it is not of this turn: then it was sent."""
+        """Takes a command back. Returns False if it is of an earlier turn, and so was sent."""
         commands = self.effects.commands
         # They are in the order of their numbers.
         at = bisect_left(commands, op_id, key=_op_id_of)
@@ -117,7 +117,7 @@ def _op_id_of(send: Send) -> int:
 
 @frozen_struct
 class Claim:
-    """A sequence that a worker should keep, cut to `length`, if `digest` is that of its tokens and salt."""
+    """A worker should keep sequence `number`, cut to `length`, if `digest` matches its tokens and salt."""
 
     number: int
     length: int

@@ -1,6 +1,6 @@
-"""The objects of the state machine: for each cache, request and worker, and for each kind of request.
+"""The objects of the state machine: caches, operations, workers, and the interface of request handlers.
 
-After the object is created, each field is written only by the module that is named above it.
+After creation, each field is written only by the module that the comment above it names.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from service.caches.requests import Append, Handle, Request, Result
 from service.caches.segments import Segment
 from service.caches.states import COMMITTING, WAITING, State
 from service.caches.tenants import Tenant
-from service.caches.worker_load import Forward, WorkerLoad
+from service.caches.worker_load import QueuedForward, WorkerLoad
 from service.errors import CacheNotFound, QuireError
 
 # See `CacheEntry.kv_len`.
 ALL_KV = sys.maxsize
-# A client may cancel so long before the deadline that we know: clocks differ.
+# Clocks differ: a client may cancel up to this long before the deadline that we computed.
 _CLOCK_TOLERANCE_S = 0.02
 
 
@@ -35,88 +35,88 @@ class Need(enum.Enum):
     WORKER = enum.auto()
     # Free pages on the worker of its cache.
     PAGES = enum.auto()
-    # Workers died while they computed it. A worker computes one such suspect at a time, to find the cause.
+    # Its turn as a suspect: a cache during whose computation workers died. A worker computes one at a time.
     EXCLUSIVE_WORKER = enum.auto()
-    # A cache with a common prefix is being replayed. Its pages can be shared afterwards.
+    # The end of the replay of a cache with a common prefix, whose pages it can share then.
     SHARED_PREFIX = enum.auto()
-    # Too many tokens to replay were sent within a moment.
+    # The limit on tokens that are replayed at once.
     REPLAY_RATE = enum.auto()
 
 
 Req = TypeVar("Req", bound=Request)
-# What comes of an operation without a worker, or after one has computed: an answer, or records to commit.
+# What a handler returns for an operation: an answer, an error, or records to commit.
 Change = Result | QuireError | list[Record]
 
 
 @dataclass(slots=True, eq=False)
-class Operation(Forward):
-    """A request in the state machine, and all that is known of it until it ends.
+class Operation(QueuedForward):
+    """A request in the state machine, from its admission to its end.
 
-    It may be computed in several attempts. Each is one forward, which the operation describes while a worker
-    computes it: `base` to `pages`, and the fields of `Forward`.
+    It may take several attempts. Each is one forward. The fields `base` to `pages`, and those of
+    `QueuedForward`, describe the forward that a worker computes now.
     """
 
     request: Request
-    kind: OperationKind[Any]
+    handler: RequestHandler[Any]
     # Its caches. Only a fork can have several; `entry` is the first.
     entry: CacheEntry
     entries: Sequence[CacheEntry]
     submitted_s: float
-    # Reserved in the journal until it ends.
+    # Bytes reserved in the journal until it ends.
     size_bytes: int = 0
-    # The request, if it is an append. Nothing is computed for others.
+    # The request, if it is an append. Nothing is computed for other requests.
     append: Append | None = None
     # It has no caller and does not count for its tenant.
     is_internal: bool = False
 
-    # Written along the table in states.py, by the modules that it names.
+    # Written by the modules that states.py names.
     state: State = WAITING
 
-    # Written by queues.py. How many of its caches it still waits for; whether its caller gets an answer; the
+    # Written by queues.py: how many of its caches it still waits for; whether its caller gets an answer; the
     # records that are with the journal; the caches that these release.
     turns_left: int = 1
     is_answered: bool = True
     records: Sequence[Record] | None = None
     closes: Sequence[CacheEntry] = ()
 
-    # Written by attempts.py. After how many tokens of the cache it is computed; and the length of the prompt
-    # then.
+    # Written by attempts.py. The number of tokens of the cache before the append, and how many tokens are
+    # prompt after it.
     base: int = 0
     prompt_len: int = 0
-    # The number of the temporary copy on which a repeated append is computed. It changes nothing.
+    # The number of the temporary copy on which a repeated append is computed, so that it changes nothing.
     copy_number: int | None = None
-    # The forward that a worker computes (0: none): the tokens of the request, or those of the cache that the
-    # worker does not have, and where they begin; within which time it has to begin.
+    # The forward that a worker computes (0: none). Its tokens are those of the request, or in a replay those
+    # that the worker does not have, from `position` on. It fails unless it begins within `timeout_s`.
     op_id: int = 0
     token_ids: Sequence[int] = ()
     position: int = 0
     timeout_s: float = 0.0
-    # Counted in the worker's pages_queued.
+    # Its pages in the worker's `pages_queued`.
     pages: int = 0
-    # Of the last worker that had too few: how many pages it needs, and how many were free.
+    # As reported by the last worker that had too few pages.
     pages_needed: int = 0
     pages_available: int = 0
-    # Failed attempts that are retried.
+    # Failed attempts so far.
     failures: int = 0
-    # Computed again because the KV was not on the worker.
+    # Tokens that were computed again because the worker did not have their KV.
     replayed_tokens: int = 0
-    # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
+    # The outcome of its attempts: the answer of the worker, or the error for the caller.
     done: ForwardDone | None = None
     error: QuireError | None = None
 
-    # Written by parked.py. Why it is parked, while it is. Until it begins again: an older operation, for
-    # which the KV of its cache was dropped.
+    # Written by parked.py. What it waits for while it is parked.
     need: Need | None = None
+    # The older operation for which the KV of its cache was dropped, until it begins again.
     preempted_for: Operation | None = None
     # The first segment of the cache that it replays. Caches that share it wait for its pages.
     first_segment: Segment | None = None
-    # Workers died while they computed this cache. Other such caches wait for its end.
+    # Workers died while they computed this cache. Other such caches wait until it ends.
     is_suspect: bool = False
 
-    # Written by append.py: with which weights it was computed.
+    # Written by append.py: the weights that computed it.
     weights: int = 0
 
-    # Written by reservations.py: the tokens and caches that it may create.
+    # Written by admission.py: the tokens and caches that are reserved for it.
     tokens: int = 0
     caches: int = 0
 
@@ -126,37 +126,38 @@ class Operation(Forward):
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """One cache: its durable `state`, and fields that a restart loses."""
+    """One cache: its durable `state`, and fields that are lost in a restart."""
 
     # Names the cache in commands and records.
     number: int
     # For other tenants the cache does not exist.
     tenant: Tenant
-    # Of a scoring: removed after its only append.
+    # The cache of a scoring: removed after its only append.
     ephemeral: bool
 
-    # Written by append.py. The ledger's state, or a draft of it until its creation is durable; the record of
-    # its creation until then. The answer to the last append, and the options of that append.
+    # Written by append.py. The ledger's state. Until the creation is durable: a provisional state, and the
+    # record of the creation.
     state: CacheState
     creation: CacheCreated | None = None
+    # The answer to the last append, kept for a repetition, and the options of that append.
     answer: ForwardDone | None = None
     answered: bytes = b""
 
-    # Written by queues.py, in `touch`. The end of its lease, and when it was used last.
+    # Written by queues.py, in `touch`: the end of its lease, and when it was used last.
     expires_at_s: float = 0.0
     used_s: float = 0.0
 
-    # Written by placement.py. Its worker, if any, which has KV of the first `kv_len` tokens. `ALL_KV`: of all
-    # tokens of the cache, also of those that the worker appends.
+    # Written by placement.py. The worker that has the KV of its first `kv_len` tokens, if any. `ALL_KV`: of
+    # all its tokens, including those that the worker appends later.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
     was_sent: bool = False
-    # When it was placed last. -inf: not since the gateway started.
+    # When it was last placed. -inf: not since the gateway started.
     placed_s: float = -math.inf
     # Grows with each placement.
     ownership: int = 0
-    # The first tokens that were not truncated since the gateway started.
+    # How many of its first tokens were never truncated since the gateway started.
     unchanged_len: int = sys.maxsize
 
     # Written by quarantine.py, after workers died while they computed it.
@@ -172,8 +173,8 @@ class CacheEntry:
     running: Operation | None = None
     waiting: deque[Operation] = field(default_factory=deque)
 
-    # Written by reservations.py: how many of its tokens are in the count of the tenant.
-    counted: int = 0
+    # Written by admission.py: how many of its tokens are counted for the tenant.
+    counted_tokens: int = 0
 
     @property
     def length(self) -> int:
@@ -185,7 +186,7 @@ class CacheEntry:
 
     @property
     def is_committing(self) -> bool:
-        """Whether records that change it are with the journal."""
+        """Whether the journal is writing records that change it."""
         return self.running is not None and self.running.state is COMMITTING
 
     @property
@@ -221,47 +222,47 @@ class WorkerView:
     epoch: int
     page_tokens: int
     pages_total: int
-    # The longest sequence: limited by the context of the model, or by all pages.
+    # The longest sequence: limited by the context of the model, or by the number of pages.
     capacity_tokens: int
-    # Free or cached pages, as it has last reported.
+    # Free or cached pages, as last reported.
     pages_available: int
-    # Pages of running attempts, which that report may not count yet; written by `Attempts`.
+    # Pages of running attempts, which the report may not count yet. Written by `Attempts`.
     pages_queued: int = 0
-    # The caches whose KV it has, in LRU order; written by `KvPlacement`.
+    # The caches whose KV it has, in LRU order. Written by `KvPlacement`.
     held: OrderedDict[CacheEntry, None] = field(default_factory=OrderedDict)
     load: WorkerLoad = field(default_factory=WorkerLoad)
     # It is silent: it gets no new sequences while there is another worker.
     suspect: bool = False
     # It will be replaced: it gets no new attempts.
     draining: bool = False
-    # The weights that it has loaded.
+    # The number of the weights that it has loaded.
     weights: int = 0
-    # Whether this incarnation can take sequences; written by `Workers`.
+    # False once this incarnation is lost. Written by `Workers`.
     is_ready: bool = False
 
     @property
     def headroom(self) -> int:
-        """Pages that are free for a new sequence."""
+        """Pages available to a new sequence."""
         return self.pages_available - self.pages_queued
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
 
-class OperationKind(Generic[Req]):
-    """One kind of request. It decides; the queues carry out."""
+class RequestHandler(Generic[Req]):
+    """Handles one type of request. It decides; the queues carry out."""
 
-    # It is admitted whatever the load is, since it frees a cache or keeps one alive.
+    # Admitted whatever the load is: it frees a cache or keeps one alive.
     is_always_admitted = False
     # Its records may release caches.
     releases = False
-    # It is refused if the weights of its cache are not served.
+    # Refused if the weights of its cache are not served.
     needs_weights = True
     # `answer_at_once` may return an answer.
     may_answer_at_once = False
 
     def answer_at_once(self, request: Req, tenant: Tenant) -> Result | None:
-        """The answer to a request that can be answered although its cache does not exist."""
+        """The answer to a request whose cache does not exist, if it can be answered nevertheless."""
         return None
 
     def entries(self, request: Req, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
@@ -272,18 +273,18 @@ class OperationKind(Generic[Req]):
         raise NotImplementedError
 
     def begin(self, operations: Sequence[Operation]) -> list[tuple[Operation, Change]]:
-        """Begins operations whose turn has come. Returns those for which no worker computes anything.
+        """Begins operations whose turn has come. Returns those that no worker computes, with the result.
 
-        With an answer, or with why it is refused; or with the records of what it changes.
+        The result is an answer, an error, or the records of what the operation changes.
         """
         raise NotImplementedError
 
     def computed(self, operations: Sequence[Operation]) -> list[Change]:
-        """Workers have computed what these need (see `done`). Returns for each the answer, or the records."""
+        """Workers have computed these (see `done`). Returns an answer, an error or records for each."""
         raise NotImplementedError
 
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
-        """The records of these are applied. Returns their answers."""
+        """The records of these were applied to the ledger. Returns their answers."""
         raise NotImplementedError
 
     def write_failed(self, operation: Operation, request: Req) -> None:

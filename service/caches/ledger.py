@@ -1,8 +1,9 @@
-"""The durable state of all caches, as the records leave it. No I/O, no clock.
+"""The durable state of all caches, which follows from the records. No I/O, no clock.
 
-The only place where tokens and lengths are kept. A record is applied when it is durable. After a restart
-all records are applied again in the same order, so the recovered state is the same. Placement, queues and
-leases are elsewhere.
+Tokens and lengths are kept only here. A record is applied when it is durable. After a restart all records are
+applied again in the same order, so the recovered state is the same.
+
+Not here: placement, queues and leases.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from service.caches.records import (
 )
 from service.caches.segments import NEW_SEGMENT_BYTES, SEGMENT_TOKENS, SegmentedTokens, SegmentStore
 
-# About the size of a cache without its tokens, and with the first segment of them.
+# The approximate size of a cache without its tokens; and with the first segment of them.
 _CACHE_BYTES = 512
 NEW_CACHE_BYTES = _CACHE_BYTES + NEW_SEGMENT_BYTES
-# To recognise a repetition, at most so many tokens are kept as they are. More are hashed.
+# The fingerprint of up to so many tokens is the tokens themselves. More are hashed.
 _SHORT_TOKENS = 32
 _DIGEST_BYTES = 16
 
@@ -47,7 +48,7 @@ class CacheState:
 
     number: int
     cache_id: str
-    # Its name.
+    # The tenant's name.
     tenant: str
     salt: bytes
     seed: int
@@ -59,19 +60,19 @@ class CacheState:
     prompt_len: int = 0
     # The placement of the KV on which the last tokens were computed.
     ownership: int = 0
-    # The only weights with which it is computed, and the adapter (0: none).
+    # The numbers of the only weights that compute it, and of its adapter (0: none).
     weights: int = 0
     adapter: int = 0
     # The last append, to recognise its repetition: see `LastAppend`. None: there is none.
     last_base: int | None = None
     last_kept: int = 0
     last_accept: int = 0
-    # Empty: all its tokens were kept.
-    last_asked: bytes = b""
+    # Empty: all its tokens were kept, so that it follows from them.
+    last_fingerprint: bytes = b""
 
     @classmethod
     def of(cls, record: CacheCreated | CacheRestated) -> CacheState:
-        """What a record says of a cache, without its tokens."""
+        """The state of a cache according to a record, without its tokens."""
         return cls(
             record.number,
             record.cache_id,
@@ -94,22 +95,22 @@ class CacheState:
         if self.last_base is None:
             return None
         kept = self.tokens.between(self.last_base, self.last_base + self.last_kept)
-        asked = self.last_asked or fingerprint(kept)
-        return LastAppend(self.last_base, self.last_kept, self.last_accept, asked)
+        requested = self.last_fingerprint or fingerprint(kept)
+        return LastAppend(self.last_base, self.last_kept, self.last_accept, requested)
 
 
 class Ledger:
     """Owns all states and their shared tokens."""
 
     def __init__(self, segment_tokens: int = SEGMENT_TOKENS) -> None:
-        # Counts the bytes of the states, too. Changed only here.
+        # Its size includes that of the states. Changed only here.
         self.store = SegmentStore(segment_tokens)
         self._states: dict[int, CacheState] = {}
         # The last value of each name. Changed only by `apply`.
         self.values: dict[str, bytes] = {}
         # The number of caches of each adapter.
         self.adapters: Counter[int] = Counter()
-        # Caches of weights in the range are of these weights instead: see `continue_weights`.
+        # (range of older weights, the weights with which their caches continue): see `continue_weights`.
         self._continued: tuple[range, int] = range(0), 0
 
     def __len__(self) -> int:
@@ -122,9 +123,9 @@ class Ledger:
         return self._states.get(number)
 
     def continue_weights(self, first: int, weights: int) -> None:
-        """Makes all caches of weights from `first` on caches of these, which are later ones.
+        """Lets all caches of the weights `first` to `weights - 1` continue with `weights`.
 
-        Also those of records that are applied afterwards: they may have been written before.
+        This includes records that are applied later, since they may have been written before.
         """
         self._continued = range(first, weights), weights
         for state in self:
@@ -153,14 +154,14 @@ class Ledger:
 
     @property
     def size_bytes(self) -> int:
-        """About the size of all caches, tokens and values. Shared tokens count once."""
+        """The approximate size of all caches, tokens and values. Shared tokens count once."""
         return self.store.size_bytes
 
     def apply(self, record: Record) -> None:  # noqa: C901 - a case for each kind
-        """Applies a record. Raises RecordConflict and then changes nothing."""
+        """Applies a record. Raises RecordConflict, and then changes nothing."""
         match record:
             case TokensAppended():
-                # This runs for each token, so it is not a function of its own.
+                # Inline: this runs for each token.
                 state = self._states.get(record.number) or self._state(record.number)
                 position, token_ids = record.position, record.token_ids
                 if position != state.tokens.length:
@@ -170,7 +171,7 @@ class Ledger:
                 self.store.extend(state.tokens, token_ids)
                 state.prompt_len, state.ownership = record.prompt_len, record.ownership
                 state.last_base, state.last_kept, state.last_accept = position, len(token_ids), record.accept
-                state.last_asked = record.asked
+                state.last_fingerprint = record.fingerprint
             case CacheCreated():
                 self._require_new(record.number)
                 self._add(CacheState.of(record))
@@ -188,7 +189,10 @@ class Ledger:
                 self._set_value(record)
 
     def restate(self, number: int, shares_with: CacheState | None = None) -> CacheRestated:
-        """A record of the whole state. Shares tokens with `shares_with`. Raises RecordConflict."""
+        """A record of the whole state of a cache. Tokens that it shares with `shares_with` are not repeated.
+
+        Raises RecordConflict.
+        """
         state = self._state(number)
         shared_len = 0 if shares_with is None else state.tokens.shared_len(shares_with.tokens)
         return CacheRestated(
@@ -269,7 +273,7 @@ class Ledger:
         last = record.last
         if last is not None:
             state.last_base, state.last_kept = last.base, last.kept
-            state.last_accept, state.last_asked = last.accept, last.asked
+            state.last_accept, state.last_fingerprint = last.accept, last.fingerprint
 
     def _require_new(self, number: int) -> None:
         if number in self._states:
@@ -283,7 +287,7 @@ class Ledger:
 
 
 def fingerprint(token_ids: Sequence[int], parents: Sequence[int] = ()) -> bytes:
-    """A small value, equal only for equal tokens in equal trees. Long prompts are hashed."""
+    """A short value that is equal only for equal tokens in equal trees. Long prompts are hashed."""
     packed = array("I", token_ids).tobytes()
     if parents:
         tree = packed + array("I", parents).tobytes()

@@ -4,13 +4,13 @@ No I/O and no clock. Inputs are method calls: requests, answers of workers and o
 the time. Outputs are taken with `take_effects()`: commands for workers, records for the journal, replies.
 So a seeded simulator (`tests/sim`) can drive it, and check its invariants at any moment.
 
-The state of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
-operation of a cache runs at a time; the others wait in order (`queues.py`, which has the inputs that every
-request passes). A fork of several caches waits for its turn on each. `states.py` has the states of an
-operation: usually WAITING, COMPUTING, COMMITTING, ENDED.
+The state of a cache follows from its records (`ledger.py`): its tokens, and nothing about workers. One
+operation of a cache runs at a time; the others wait in order (`queues.py`, the part that all requests go
+through). A fork of several caches waits for its turn on each. `states.py` has the states of an operation:
+usually WAITING, COMPUTING, COMMITTING, ENDED.
 
-Appends are in `append.py`, all other requests in `changes.py`. The KV of a cache (`placement.py`)
-is a copy: if it is lost, it is replayed when it is next needed.
+`append.py` handles appends, `changes.py` all other requests. The KV of a cache (`placement.py`) is a copy:
+if it is lost, it is replayed when it is next needed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from service.caches.admission import Limits
 from service.caches.answers import Event
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Forks, Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, ReleaseSequences
-from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView
-from service.caches.kind import Parts
+from service.caches.entries import CacheEntry, Operation, RequestHandler, WorkerView
+from service.caches.handlers import Parts
 from service.caches.ledger import Ledger
 from service.caches.queues import OperationQueues, touch
 from service.caches.records import Record, numbers_of
 from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
-from service.caches.reservations import Limits
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.errors import GatewayUnavailable, QuireError, ShardMoved, WeightsChanged, WorkerLost
@@ -48,16 +48,16 @@ class CacheMachine(OperationQueues):
         ledger: Ledger | None = None,
     ) -> None:
         parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
-        kinds: dict[type[Request], OperationKind[Any]] = {
+        handlers: dict[type[Request], RequestHandler[Any]] = {
             Append: Appends(parts),
             Fork: Forks(parts),
             Truncate: Truncations(parts),
             Release: Releases(parts),
             Renew: Renewals(parts),
         }
-        super().__init__(parts, kinds)
+        super().__init__(parts, handlers)
         self._parked = parts.parked
-        # To be read only.
+        # Read-only to others.
         self.weights = parts.weights
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
@@ -71,7 +71,7 @@ class CacheMachine(OperationQueues):
             self._written_s[number] = wall_s
 
     def recovered(self, *, now_s: float, wall_s: float, tenant_of: Callable[[str], Tenant]) -> None:
-        """Ends the recovery. Leases ran on while the gateway was down."""
+        """Ends the recovery. Time during which the gateway was down counts for the leases."""
         self._context.now_s = now_s
         self._context.skip_numbers(max((state.number for state in self.ledger), default=0))
         for state in sorted(self.ledger, key=lambda state: state.number):
@@ -85,7 +85,7 @@ class CacheMachine(OperationQueues):
         self._written_s.clear()
 
     def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
-        """Returns which of the sequences in a worker to keep. `holdings`: their lengths, by number."""
+        """Returns which sequences a worker should keep. `holdings`: the length of each it has, by number."""
         claims = []
         for number, held_len in holdings.items():
             state = self.ledger.get(number)
@@ -97,9 +97,9 @@ class CacheMachine(OperationQueues):
     # Workers.
 
     def worker_ready(self, worker: WorkerView, now_s: float, kept: Mapping[int, int] | None = None) -> None:
-        """A worker is ready. `kept`: how many tokens it already has of sequences, by number.
+        """A worker is ready. `kept`: how many tokens of each sequence it already has, by number.
 
-        Its previous incarnation must have been reported lost.
+        Report its previous incarnation as lost before.
         """
         self._context.now_s = now_s
         self._workers.add(worker)
@@ -113,7 +113,10 @@ class CacheMachine(OperationQueues):
         self._parked.changed = True
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
-        """A silent worker is suspect: it gets no new caches while there is another. Its caches stay."""
+        """A worker is silent (suspect), or answers again. A suspect keeps its caches, but gets no new ones.
+
+        Unless all workers are suspects.
+        """
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
             worker.suspect = suspect
@@ -140,9 +143,9 @@ class CacheMachine(OperationQueues):
         epoch: int = 0,
         pages_available: int = 0,
     ) -> None:
-        """A worker answered commands, and says how many of its pages are available.
+        """A worker answered commands and reports how many of its pages are available.
 
-        Answers to attempts that are over are ignored.
+        Ignores answers to attempts that have ended.
         """
         self._context.now_s = now_s
         self._computed(self._attempts.answered(events))
@@ -153,16 +156,16 @@ class CacheMachine(OperationQueues):
             worker.pages_available = pages_available
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
-        """A worker and all KV in it are lost. `crashed`: as far as is known, it was not killed on purpose."""
+        """A worker and all its KV are lost. `crashed`: as far as is known, it was not killed on purpose."""
         self._context.now_s = now_s
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
             self._lose([worker], crashed=crashed)
 
     def _lose(self, workers: Sequence[WorkerView], *, crashed: bool | None) -> None:
-        """Removes workers. All before anything is tried again, which must not be on one of them.
+        """Removes workers. Operations are retried after all of them are removed, so never on one of them.
 
-        crashed: None: they live on, so that it is no failed attempt of what they computed.
+        crashed: None: they live on, so this does not count as a failed attempt.
         """
         computed: list[Operation] = []
         for worker in workers:
@@ -172,9 +175,10 @@ class CacheMachine(OperationQueues):
         self._begin_again(computed, None if crashed is None else WorkerLost())
 
     def _begin_again(self, operations: Sequence[Operation], failure: QuireError | None = None) -> None:
-        """Begins operations whose attempts have ended. `failure`: of these; None: it was no failure."""
+        """Begins operations whose attempts have ended. `failure`: why they failed; None: they did not."""
         for operation in operations:
-            # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
+            # Ending an earlier one may have begun a fork that releases this cache. Then this one waits for
+            # it.
             if operation.state is not WAITING:
                 is_over = (
                     self._attempts.begin_again(operation)
@@ -189,11 +193,11 @@ class CacheMachine(OperationQueues):
     def weights_replaced(
         self, weights: int, workers: Sequence[WorkerView], now_s: float, previous: PreviousCaches
     ) -> None:
-        """Workers have put other weights of the same config into place, and have dropped what they computed.
+        """Workers serve other weights of the same config, and have aborted their forwards.
 
-        With KEEP_KV they still have the KV of all caches, else nothing.
+        With KEEP_KV they still have the KV of all caches, otherwise none.
 
-        workers: the same incarnations, as they are now.
+        workers: the same incarnations, with their current state.
         previous: what becomes of existing caches. With END they can only be released.
         """
         self._context.now_s, before = now_s, self.weights.serving
@@ -228,35 +232,35 @@ class CacheMachine(OperationQueues):
             [
                 (operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
                 for operation in affected
-                if operation.state is not COMMITTING and operation.kind.needs_weights
+                if operation.state is not COMMITTING and operation.handler.needs_weights
             ]
         )
-        # Releases may have waited for them.
+        # Releases may have waited behind them.
         self._advance(dict.fromkeys(entry for operation in affected for entry in operation.entries))
 
     def adapters_in_use(self) -> Counter[int]:
-        """The adapters of caches, and of operations that create one; each with its number of caches."""
+        """How many caches each adapter has. 0: only operations that create a cache use it."""
         used = self.ledger.adapters.copy()
         for operation in self.operations.values():
             used.update({entry.state.adapter: 0 for entry in operation.entries if entry.state.adapter})
         return used
 
     def adapter_contents(self) -> dict[int, str]:
-        """The digests of the adapters of caches, by number, as far as they are known."""
+        """The known digests of the adapters of caches, by the adapter's number."""
         of_caches = ((state.adapter, adapter_digest(state.salt)) for state in self.ledger if state.adapter)
         return {number: digest for number, digest in of_caches if digest}
 
     def adapters_on(self, worker_id: str) -> Counter[int]:
-        """The adapters of caches whose KV is on a worker; each with its number of caches."""
+        """How many caches with KV on a worker each adapter has."""
         held = (entry for w in self._workers if w.worker_id == worker_id for entry in w.held)
         return Counter(entry.state.adapter for entry in held)
 
     # Time.
 
     def expire(self, now_s: float, entries: Iterable[CacheEntry]) -> int:
-        """Releases those of these caches whose lease has expired and which are not in use. Returns how many.
+        """Releases unused caches whose lease has expired. Returns how many.
 
-        It releases none while the journal cannot be written.
+        Releases none while the journal cannot be written.
         """
         self._context.now_s, expired = now_s, 0
         for entry in entries if self.admission.journal_works else ():
@@ -268,7 +272,7 @@ class CacheMachine(OperationQueues):
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        # The others are checked, too: more may be replayed as time passes.
+        # Also check the others: as time passes, more tokens may be replayed.
         self._parked.changed = True
         for operation, error in self._parked.expired():
             self._attempts.failed(operation, error)
@@ -281,9 +285,9 @@ class CacheMachine(OperationQueues):
         self.admission.journal_works = False
 
     def close(self) -> None:
-        """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so.
+        """Another gateway took over the caches: takes them out of all counts, and fails all operations.
 
-        Whether what is with the journal was applied, only that gateway knows.
+        Only that gateway knows whether records that are with the journal were applied.
         """
         operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
@@ -308,19 +312,19 @@ class CacheMachine(OperationQueues):
 
     @property
     def num_parked(self) -> int:
-        """Operations whose turn has come, but which cannot be computed yet: see `Need`."""
+        """How many operations cannot be computed yet although their turn has come: see `Need`."""
         return len(self._parked.by_ticket)
 
     def take_effects(self) -> Effects:
-        """Returns everything to be done since the last call. The caller owns the result.
+        """Returns the effects of all inputs since the last call: one turn. The caller owns the result.
 
-        The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
+        Parked operations are checked here, once for all these inputs.
         """
         while self._parked.changed and self._parked.by_ticket:
             for operation in self._parked.take_ready():
                 if self._attempts.begin_again(operation):
                     self._computed((operation,))
         context = self._context
-        # Without the call of a Python function that `Effects()` is.
+        # Cheaper than `Effects()`, whose constructor is a Python function.
         effects, context.effects = context.effects, tuple.__new__(Effects, ([], [], []))
         return effects

@@ -1,7 +1,7 @@
-"""What operations need before a worker can compute them, and those that are parked until they have it. Pure.
+"""Parks operations until they have what they need to be computed: see `Need`. Pure.
 
-Usually a cache has a worker, with KV of all its tokens, and nothing is to be asked. `attempts.py` begins an
-operation, and tries parked ones again.
+Usually a cache has a worker with KV of all its tokens, and its operations are not parked. `attempts.py`
+begins operations, and tries parked ones again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from service.caches.states import PARKED, REPLAYING
 from service.caches.worker_load import retry_after_s
 from service.errors import DeadlinePassed, KvExhausted, NoWorker, Overloaded, QuireError
 
-# The most tokens to replay that are sent within `_MOMENT_S`; a single longer cache may exceed it. To copy and
-# encode as many takes some milliseconds.
-_REPLAYED_AT_ONCE = 1 << 15
-_MOMENT_S = 0.02
-# A parked operation fails so long before its deadline, or a tenth of its time: the caller gets the reason.
+# At most so many tokens to replay are sent in each interval, or one longer cache. Copying and encoding them
+# takes some milliseconds.
+_MAX_REPLAYED_TOKENS = 1 << 15
+_REPLAY_INTERVAL_S = 0.02
+# A parked operation fails this long (at most a tenth of its time) before its deadline, so that the caller
+# still gets the reason.
 _REFUSE_EARLY_S = 0.1
 
 _Key = TypeVar("_Key")
@@ -35,10 +36,10 @@ class ParkedOperations:
 
     Attributes:
         by_ticket: The parked operations, by ticket.
-        changed: Whether they have to be checked, since what they wait for may be there. Set by whoever
-            learns that: a method call for each step of a worker would cost more.
-        replaying: How many attempts replay each first segment, by worker.
-        suspects: How many attempts compute a suspect, by worker.
+        changed: Whether to check them again, since what they wait for may be there. Set directly by other
+            modules: a method call for each step of a worker would cost more.
+        replaying: By worker and first segment, how many attempts replay a cache that begins with it.
+        suspects: By worker, how many attempts compute a suspect.
     """
 
     def __init__(self, context: Context, workers: Workers, kv: KvPlacement, max_wait_s: float) -> None:
@@ -50,11 +51,11 @@ class ParkedOperations:
         self.changed = False
         self.replaying: Counter[tuple[WorkerView, Segment]] = Counter()
         self.suspects: Counter[WorkerView] = Counter()
-        # The begin of the current moment, and the tokens to replay that were sent since then.
+        # When the current interval for replays began, and the tokens that were sent in it.
         self._replays_since_s, self._replayed_tokens = -math.inf, 0
 
     def take_ready(self) -> Iterator[Operation]:
-        """Takes out those that may be able to run, the oldest first."""
+        """Removes and yields those that can probably run now, oldest first."""
         self.changed = False
         full: set[WorkerView] = set()
         for ticket in sorted(self.by_ticket):
@@ -65,7 +66,7 @@ class ParkedOperations:
                 yield operation
 
     def expired(self) -> list[tuple[Operation, QuireError]]:
-        """Those whose time is up, which stay parked, and the error of each."""
+        """Those whose time is up, each with its error. They stay parked."""
         now_s = self._context.now_s
         overdue = [one for one in self.by_ticket.values() if now_s >= self._park_until_s(one)]
         return [(operation, self._expiry_error(operation)) for operation in overdue]
@@ -91,15 +92,15 @@ class ParkedOperations:
         self.by_ticket[operation.ticket] = operation
 
     def remove(self, operation: Operation) -> None:
-        """It is stopped, if it is parked."""
+        """Removes an operation that is stopped, if it is parked."""
         self.by_ticket.pop(operation.ticket, None)
         operation.need = None
 
     def place(self, operation: Operation) -> Need | None:
-        """Makes sure that a worker has the cache. Returns what the operation has to wait for, if anything."""
+        """Makes sure that the cache has a worker. Returns what the operation has to wait for, if anything."""
         entry, base = operation.entry, operation.base
         if entry.kv_len < base and not self._may_replay():
-            # Before the placement, which is expensive for a long cache.
+            # Checked before the placement, which is expensive for a long cache.
             return Need.REPLAY_RATE
         worker = entry.worker
         if worker is None or worker.draining:
@@ -113,7 +114,7 @@ class ParkedOperations:
         return None
 
     def began(self, operation: Operation, worker: WorkerView) -> None:
-        """An attempt began that others may have to wait for: a replay, or that of a suspect."""
+        """An attempt began that others may have to wait for: a replay, or the computation of a suspect."""
         entry = operation.entry
         if operation.state is REPLAYING:
             self._replayed_tokens += len(operation.token_ids)
@@ -124,7 +125,7 @@ class ParkedOperations:
             self.suspects[worker] += 1
 
     def ended(self, operation: Operation, worker: WorkerView) -> None:
-        """An attempt ended, for which parked operations may have waited."""
+        """An attempt ended. Parked operations may have waited for that."""
         if operation.first_segment is not None:
             _take_one(self.replaying, (worker, operation.first_segment))
             operation.first_segment = None
@@ -134,7 +135,7 @@ class ParkedOperations:
         self.changed = True
 
     def _assign(self, operation: Operation) -> WorkerView | None:
-        """Assigns the cache to a worker that takes new attempts, if there is one."""
+        """Assigns the cache to a worker, if any takes new attempts."""
         entry, state, append = operation.entry, operation.entry.state, operation.append
         self._kv.drop(entry)
         if not self._workers.open_workers(state.weights):
@@ -148,9 +149,9 @@ class ParkedOperations:
         return worker
 
     def _may_replay(self) -> bool:
-        if self._context.now_s - self._replays_since_s >= _MOMENT_S:
+        if self._context.now_s - self._replays_since_s >= _REPLAY_INTERVAL_S:
             self._replays_since_s, self._replayed_tokens = self._context.now_s, 0
-        return self._replayed_tokens < _REPLAYED_AT_ONCE
+        return self._replayed_tokens < _MAX_REPLAYED_TOKENS
 
     def _is_prefix_replayed(self, operation: Operation) -> bool:
         """Whether its worker is replaying a cache with a common prefix."""
@@ -158,7 +159,7 @@ class ParkedOperations:
         return worker is not None and tokens.is_shared and self.replaying[worker, tokens.segments[0]] > 0
 
     def _may_run(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """Whether a parked operation may be able to run. Adds workers without free pages to `full`."""
+        """Whether a parked operation can probably run. Adds workers without free pages to `full`."""
         match operation.need:
             case Need.WORKER:
                 return bool(self._workers.open_workers(operation.entry.state.weights))
@@ -171,9 +172,9 @@ class ParkedOperations:
         return self._may_fit(operation, full)
 
     def _may_fit(self, operation: Operation, full: set[WorkerView]) -> bool:
-        """Whether its worker may have enough pages by now, or any if it has none. Preempts others."""
+        """Whether its worker, or any worker if it has none, may have enough pages. Preempts other caches."""
         if operation.preempted_for is not None and operation.preempted_for.op_id:
-            # It would take the pages from the older one again, and lose them again, for ever.
+            # The two would take the pages from each other for ever.
             return False
         own, append = operation.entry.worker, operation.append
         assert append is not None
@@ -181,7 +182,7 @@ class ParkedOperations:
         for worker in self._workers.preferred(operation.entry.state.weights) if own is None else (own,):
             if worker in full:
                 continue
-            # Without a worker its KV was dropped: it needs pages for all tokens.
+            # Without a worker, its KV was dropped, and it needs pages for all tokens.
             whole = min(worker.pages_for(tokens), worker.pages_total)
             missing = (operation.pages_needed if worker is own else whole) - worker.headroom
             if missing <= 0 or self.preempt(worker, missing, operation):
@@ -193,7 +194,7 @@ class ParkedOperations:
         return False
 
     def preempt(self, worker: WorkerView, pages: int, operation: Operation) -> bool:
-        """Drops KV of others. Those that wait for pages wait for the attempt of this one, too."""
+        """Drops KV of other caches. Those that wait for pages then wait for this operation's attempt, too."""
         evicted = self._kv.preempt(worker, pages, operation)
         for entry in evicted:
             if entry.running is not None and entry.running.need is Need.PAGES:

@@ -3,10 +3,11 @@
 KV can be dropped at any moment and is replayed when it is next needed. So the journal limits how many
 caches there are. The pages of workers only limit how many can continue without a replay.
 
-A sequence goes to a worker that has loaded its weights and has enough free pages. Of these the one is chosen
-that has the least to compute before it is done: what is queued there and comes first, and what it does not
-have of the prefix. So a prefix is computed again elsewhere once that is less than to wait for its holder.
-Workers are taken to be equally fast. Between equal ones free pages decide, less those of queued attempts.
+A sequence goes to a worker that has its weights loaded and has enough free pages: the one that has the least
+to compute before the sequence is done. That is the work queued before it, and the part of its prefix that the
+worker does not have. So a prefix is computed again elsewhere if that takes less time than waiting for a
+worker that has it. Workers are assumed to be equally fast. Ties are decided by free pages, less those that
+queued attempts will take.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from service.caches.entries import CacheEntry, Need, Operation, WorkerView
 from service.caches.worker_load import TYPICAL_PROMPT_TOKENS
 from service.errors import NoWorker
 
-# A cache that was not used for so long is idle. It is longer than the pause between two steps of a caller.
+# A cache that was not used for this long is idle. Longer than the pause between two steps of a caller.
 _IDLE_S = 0.25
-# If pages are scarce, a cache keeps its pages for so long before others can preempt it.
+# A cache keeps its pages for this long before others can preempt it.
 _MIN_PLACED_S = 2.0
 # The granularity of prefixes. Coarser than most pages would lose hits; finer would find no more.
 _AFFINITY_TOKENS = 16
@@ -34,7 +35,7 @@ Holder = tuple[str, int]
 
 
 class KvPlacement:
-    """Places the KV of caches: it alone writes which worker has it, and what the worker holds."""
+    """Places the KV of caches. Only this class writes `CacheEntry.worker` and `WorkerView.held`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -45,16 +46,16 @@ class KvPlacement:
         self._place(entry, worker, kv_len)
 
     def adopt(self, entry: CacheEntry, worker: WorkerView, kept_len: int) -> bool:
-        """Uses the KV of a cache that a new worker has kept. Returns False if it cannot be used."""
-        # The cache may have been cut and extended since the worker was asked to keep the KV. If records are
-        # with the journal, the cache will soon have tokens that the worker does not have.
+        """Takes over the KV of a cache that a new worker has kept. Returns False if it cannot be used."""
+        # The cache may have been cut and extended since the worker was asked to keep its KV. If its records
+        # are with the journal, the cache will soon have tokens that the worker does not have.
         kv_len = min(kept_len, entry.unchanged_len)
         if entry.worker is not None or entry.is_committing or not kv_len:
             return False
         if entry.state.weights != worker.weights:
             return False
         if entry.placed_s != -math.inf:
-            # It may have been on another worker since that one had it.
+            # It may have been on another worker in between.
             entry.ownership += 1
         self._place(entry, worker, kv_len)
         if kv_len < kept_len:
@@ -68,11 +69,11 @@ class KvPlacement:
         worker.held[entry] = None
 
     def sent(self, entry: CacheEntry) -> None:
-        """A command about the cache is sent to its worker."""
+        """Notes that a command about the cache was sent to its worker."""
         entry.was_sent = True
 
     def truncated(self, entry: CacheEntry, new_len: int) -> None:
-        """The cache was cut. Cuts the sequence in its worker."""
+        """The cache was truncated: truncates the sequence in its worker."""
         entry.unchanged_len = min(entry.unchanged_len, new_len)
         if entry.worker is not None:
             if entry.kv_len > new_len:
@@ -113,9 +114,10 @@ class KvPlacement:
 
     def _is_preemptible(self, entry: CacheEntry, wanted_by: Operation) -> bool:
         running, now_s = entry.running, self._context.now_s
-        # A fork that waits for its turn on another cache may wait for the operation that needs these pages.
+        # A cache with a fork that still waits for its turn on another cache is preemptible: that turn may
+        # depend on the operation that needs these pages.
         if running is not None and not running.turns_left:
-            # Of those that wait for pages the oldest may take those of the others: no deadlock.
+            # Of operations that wait for pages, an older one may take those of a younger one: no deadlock.
             return running.need is Need.PAGES and running.ticket > wanted_by.ticket
         return now_s - entry.used_s >= _IDLE_S or now_s - entry.placed_s >= _MIN_PLACED_S
 
@@ -125,12 +127,12 @@ class KvPlacement:
 
 
 class PrefixAffinity:
-    """Remembers which workers computed each prefix: the last few. Bounded; only a hint."""
+    """Remembers which workers computed each prefix last, a few for each prefix. Bounded; only a hint."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         self._capacity = capacity
         self._most_holders = 3
-        # By prefix, as (worker id, epoch), the last one first.
+        # By digest of the prefix, the latest holder first.
         self._holders: OrderedDict[int, tuple[Holder, ...]] = OrderedDict()
 
     def record(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
@@ -144,7 +146,7 @@ class PrefixAffinity:
             self._holders.popitem(last=False)
 
     def held(self, token_ids: Sequence[int], salt: bytes = b"") -> dict[Holder, int]:
-        """How many of the first tokens each worker has computed, as far as is known."""
+        """How many of these tokens, from the first on, each worker has computed, as far as is known."""
         found: dict[Holder, int] = {}
         for count, digest in enumerate(_prefix_digests(token_ids, salt), start=1):
             holders = self._holders.get(digest)
@@ -197,7 +199,7 @@ class Workers:
         return [worker for worker in self if worker.weights == weights and not worker.draining]
 
     def preferred(self, weights: int) -> list[WorkerView]:
-        """Those of them that are not silent, if there are any."""
+        """As `open_workers`, without the suspects unless there are no others."""
         there = self.open_workers(weights)
         return [worker for worker in there if not worker.suspect] or there
 
@@ -209,13 +211,13 @@ class Workers:
     def choose(self, token_ids: Sequence[int], salt: bytes = b"", weights: int = 0) -> WorkerView:
         """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.
 
-        Only sequences of the same salt share prefixes. A full worker refuses the attempt and reports
-        how many pages are missing.
+        Only sequences of the same salt share prefixes. The worker may have too few pages: then it refuses the
+        attempt and reports how many are missing.
         """
         preferred = self.preferred(weights)
         if not preferred:
             raise NoWorker
-        # Workers whose capacity is too small come last.
+        # If none has the capacity, any of them refuses with the reason.
         fitting = [w for w in preferred if w.capacity_tokens >= len(token_ids)] or preferred
         known = self.affinity.held(token_ids, salt)
         held = {w: known.get((w.worker_id, w.epoch), 0) for w in fitting}

@@ -2,9 +2,9 @@
 
 When a worker dies, any of the caches that it was computing may be the cause, or none. All are retried
 together. A cache that was computed during several crashes becomes a suspect; a worker computes one suspect
-at a time. If a worker dies while it computes a suspect, the suspect is blamed. The caches computed beside
-it may be the cause too, so they become suspects. A suspect that was blamed twice, or was computed alone, is
-quarantined: its operations fail from then on.
+at a time. If a worker dies while it computes a suspect, the suspect is blamed. The caches computed beside it
+may also be the cause, so they become suspects. A suspect that is blamed for the second time, or was computed
+alone when the worker died, is quarantined: its operations fail from then on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from service.caches.entries import CacheEntry
 
-# A process that was killed is less suspicious than a crash, but the kernel also kills for memory.
+# A killed process is less suspicious than a crash, but it counts: the kernel kills processes for their
+# memory.
 _SCORE_CRASHED, _SCORE_KILLED = 2, 1
 _MUST_BE_ALONE = 4
 _MOST_TIMES_BLAMED = 2

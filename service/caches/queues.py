@@ -1,8 +1,8 @@
 """The queue of operations of each cache: one runs, the others wait, in the order of their requests.
 
-An operation begins when its turn has come on all of its caches. It is checked then, against the state that
-the earlier ones left. Its changes go to the journal as records. When they are durable, they are applied and
-the caller is answered. If they cannot be written, the operation changes nothing.
+An operation begins when its turn has come on all of its caches. Only then is it checked, against the state
+that earlier operations left. Its changes go to the journal as records. When they are durable, they are
+applied and the caller is answered. If they cannot be written, the operation changes nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.caches.attempts import failure_of
-from service.caches.entries import CacheEntry, Operation, OperationKind
-from service.caches.kind import Parts
+from service.caches.entries import CacheEntry, Operation, RequestHandler
+from service.caches.handlers import Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
 from service.caches.requests import Append, Release, Request, Result, undelivered
@@ -23,8 +23,8 @@ from service.caches.states import COMMITTING, ENDED, WAITING
 from service.caches.tenants import Tenant
 from service.errors import JournalUnavailable, QuireError
 
-# No comprehensions where this runs for each token: on Python 3.11 each one is the call of a function.
-_kind_of, _turns_left_of = operator.attrgetter("kind"), operator.attrgetter("turns_left")
+# Code that runs for each token has no comprehensions: on Python 3.11 each one is a function call.
+_handler_of, _turns_left_of = operator.attrgetter("handler"), operator.attrgetter("turns_left")
 _entries_of, _error_of = operator.attrgetter("entries"), operator.attrgetter("error")
 _first = operator.itemgetter(0)
 
@@ -32,8 +32,8 @@ _first = operator.itemgetter(0)
 class OperationQueues:
     """Owns all operations and their order: the part of the state machine that every request passes."""
 
-    def __init__(self, parts: Parts, kinds: Mapping[type[Request], OperationKind[Any]]) -> None:
-        # To be read only.
+    def __init__(self, parts: Parts, handlers: Mapping[type[Request], RequestHandler[Any]]) -> None:
+        # Read-only to others.
         self.parts = parts
         self.ledger = parts.ledger
         self.index = parts.index
@@ -42,8 +42,8 @@ class OperationQueues:
         self._workers = parts.workers
         self._kv = parts.kv
         self._attempts = parts.attempts
-        self._kinds = kinds
-        self._releases = kinds[Release]
+        self._handlers = handlers
+        self._releases = handlers[Release]
         # By ticket.
         self.operations: dict[int, Operation] = {}
 
@@ -54,29 +54,29 @@ class OperationQueues:
     ) -> list[int]:
         """Queues requests on their caches, and begins those with nothing ahead. Returns their tickets.
 
-        Each gets one reply, now or later. caller: for fair queueing in the worker. tenant: only its
-        caches are found; None: the anonymous tenant.
+        Each gets one reply, now or later. caller: for fair queueing in the worker. tenant: only its caches
+        are found (None: those of the anonymous tenant).
         """
         self._context.now_s, replies = now_s, self._context.effects.replies
         tenant = tenant or self.index.anonymous
         tickets: list[int] = []
         touched: list[CacheEntry] = []
-        # Those whose turn has come.
+        # The operations whose turn has come.
         first: list[Operation] = []
         is_owner = now_s < self.admission.lease.valid_until_s
         operations, admit = self.operations, self.admission.admit
         for request in requests:
-            kind, ticket = self._kinds[type(request)], self._context.number()
+            handler, ticket = self._handlers[type(request)], self._context.number()
             tickets.append(ticket)
             try:
                 if not is_owner:
-                    # Another one may know better, and a write would be refused.
+                    # Another gateway may own the caches by now, and writes would be refused.
                     raise JournalUnavailable
-                at_once = kind.answer_at_once(request, tenant) if kind.may_answer_at_once else None
+                at_once = handler.answer_at_once(request, tenant) if handler.may_answer_at_once else None
                 if at_once is not None:
                     replies.append((ticket, at_once))
                     continue
-                entries, size_bytes = admit(kind, request, tenant, len(operations))
+                entries, size_bytes = admit(handler, request, tenant, len(operations))
             except QuireError as error:
                 replies.append((ticket, error.without_traceback()))
                 continue
@@ -84,12 +84,12 @@ class OperationQueues:
             timeout_s = None if append is None else append.timeout_s
             deadline_s = None if timeout_s is None else now_s + timeout_s
             operation = Operation(
-                ticket, caller, deadline_s, request, kind, entries[0], entries, now_s, size_bytes, append
+                ticket, caller, deadline_s, request, handler, entries[0], entries, now_s, size_bytes, append
             )
             operations[ticket] = operation
             turns_left = 0
-            # On all of its caches at once: two operations have the same order on each cache that they share.
-            # So the oldest never waits for a younger one, and there is no deadlock.
+            # Queued on all of its caches at once, so that two operations have the same order on every cache
+            # that they share. An operation never waits for a younger one, and there is no deadlock.
             for entry in entries:
                 if entry.running is None and not entry.waiting and not entry.closing:
                     entry.running = operation
@@ -113,7 +113,7 @@ class OperationQueues:
             caller=0,
             deadline_s=None,
             request=Release(entry.state.cache_id),
-            kind=self._releases,
+            handler=self._releases,
             entry=entry,
             entries=(entry,),
             submitted_s=self._context.now_s,
@@ -126,7 +126,7 @@ class OperationQueues:
 
     def _advance(self, entries: Iterable[CacheEntry]) -> None:
         """Begins the next operation of each cache where none runs. Discards caches whose creation failed."""
-        # No recursion: a fork that ends at once can let another one begin, and so on.
+        # A loop, no recursion: a fork that ends at once can let another one begin, and so on.
         left = deque(entries)
         while left:
             entry = left.popleft()
@@ -135,47 +135,47 @@ class OperationQueues:
                 entry.running = operation
                 operation.turns_left -= 1
                 left += self._begin((operation,))
-            is_leaving = not entry.visible or (entry.worker is not None and entry.worker.draining)
-            if is_leaving and not entry.closing and entry.running is None and not entry.waiting:
-                self._leave_idle(entry)
+            may_be_dropped = not entry.visible or (entry.worker is not None and entry.worker.draining)
+            if may_be_dropped and not entry.closing and entry.running is None and not entry.waiting:
+                self._drop_idle(entry)
 
     def _begin(self, operations: Sequence[Operation]) -> list[CacheEntry]:
         """Begins the operations whose turn has come on all caches. Returns the caches of those that ended."""
         ended: list[CacheEntry] = []
-        for kind, group in itertools.groupby(operations, _kind_of):
-            # What one releases, the next one must know of: then each is a batch of its own.
-            for batch in zip(group, strict=True) if kind.releases else (group,):
-                # One whose cache an earlier one releases has lost its turn again.
+        for handler, group in itertools.groupby(operations, _handler_of):
+            # Operations that may release caches begin one by one: the next one must see what was released.
+            for batch in zip(group, strict=True) if handler.releases else (group,):
+                # An operation has lost its turn again if an earlier one releases its cache.
                 turned = list(itertools.filterfalse(_turns_left_of, batch))
-                for operation, change in kind.begin(turned):
+                for operation, change in handler.begin(turned):
                     if isinstance(change, list):
                         self._commit(operation, change)
-                        if kind.releases:
+                        if handler.releases:
                             self._start_closing(operation, change)
                     else:
                         self._finish(((operation, change),))
                         ended += operation.entries
         return ended
 
-    def _leave_idle(self, entry: CacheEntry) -> None:
-        """Nothing runs on a cache whose creation failed, or whose worker will be replaced."""
+    def _drop_idle(self, entry: CacheEntry) -> None:
+        """Discards a cache whose creation failed; or drops its KV, since its worker will be replaced."""
         if entry.visible:
             self._kv.drop(entry)
         else:
             self._discard((entry,))
 
     def _computed(self, operations: Sequence[Operation]) -> None:
-        """The attempts of these operations are over: writes what they change, or answers them."""
+        """The attempts of these operations are over: writes their records, or answers them."""
         ended: list[tuple[Operation, Result | QuireError]] = []
         for operation in filter(_error_of, operations):
             assert operation.error is not None
             ended.append((operation, operation.error))
         writes = self._context.effects.writes
-        for kind, group in itertools.groupby(operations, _kind_of):
+        for handler, group in itertools.groupby(operations, _handler_of):
             done = list(itertools.filterfalse(_error_of, group))
-            for operation, change in zip(done, kind.computed(done), strict=True):
+            for operation, change in zip(done, handler.computed(done), strict=True):
                 if isinstance(change, list):
-                    # As `_commit`: this runs for each token.
+                    # `_commit`, inlined: this runs for each token.
                     operation.state, operation.records = COMMITTING, change
                     writes.append((operation.ticket, change))
                 else:
@@ -183,7 +183,7 @@ class OperationQueues:
         if ended:
             self._finish(ended)
             entries = [entry for operation, _ in ended for entry in operation.entries]
-            # Caches that go make room for those that what waits elsewhere may create.
+            # Idle caches first: discarding them makes room for caches that waiting operations create.
             self._advance(sorted(entries, key=lambda entry: bool(entry.waiting)))
 
     # Commits.
@@ -193,7 +193,7 @@ class OperationQueues:
         self._context.effects.writes.append((operation.ticket, records))
 
     def _start_closing(self, operation: Operation, records: Sequence[Record]) -> None:
-        """Marks the caches that the records release as closing, and stops what runs on them."""
+        """Marks the caches that the records release as closing, and requeues what runs on them."""
         numbers = [record.number for record in records if isinstance(record, CacheReleased)]
         found = [self.index.by_number(number) for number in numbers]
         operation.closes = [entry for entry in found if entry is not None]
@@ -218,8 +218,8 @@ class OperationQueues:
         self.admission.journal_works = True
         operations = map(self.operations.__getitem__, tickets)
         freed: list[CacheEntry] = []
-        # In their order, those of a kind together: an operation may release the caches of those before it.
-        for kind, group in itertools.groupby(operations, _kind_of):
+        # In their order, by handler: an operation may release the caches of those before it.
+        for handler, group in itertools.groupby(operations, _handler_of):
             applied: list[Operation] = []
             for operation in group:
                 try:
@@ -231,7 +231,7 @@ class OperationQueues:
                     self._not_committed(operation, failure_of(error))
             entries = list(itertools.chain.from_iterable(map(_entries_of, applied)))
             touch(entries, now_s)
-            ended = list(zip(applied, kind.applied(applied), strict=True))
+            ended = list(zip(applied, handler.applied(applied), strict=True))
             self._finish(ended)
             for operation, answer in ended:
                 if operation.closes:
@@ -249,15 +249,15 @@ class OperationQueues:
             self._not_committed(self.operations[ticket], JournalUnavailable())
 
     def _release_undelivered(self, operation: Operation, answer: Result) -> None:
-        """Releases what was made for a caller who has left before he knew it."""
+        """Releases the caches that were created for a caller who left before getting their ids."""
         for cache_id in undelivered(operation.request, answer):
             created = self.index.find(cache_id, operation.entry.tenant)
             if created is not None:
                 self._release(created)
 
     def _not_committed(self, operation: Operation, error: QuireError) -> None:
-        """Its records could not be written: undoes the operation."""
-        operation.kind.write_failed(operation, operation.request)
+        """Undoes an operation whose records could not be written."""
+        operation.handler.write_failed(operation, operation.request)
         self._finish(((operation, error),))
         for entry in operation.closes:
             entry.closing = False
@@ -287,14 +287,14 @@ class OperationQueues:
     def cancel(self, ticket: int, now_s: float) -> None:
         """Cancels an operation and undoes its effects. No reply follows.
 
-        A release, or one that is committing, is completed nevertheless.
+        A release, or an operation that is committing, still completes.
         """
         self._context.now_s = now_s
         operation = self.operations.get(ticket)
         if operation is None:
             return
         operation.is_answered = False
-        if operation.state is not COMMITTING and operation.kind is not self._releases:
+        if operation.state is not COMMITTING and operation.handler is not self._releases:
             self._finish(((operation, None),))
             self._advance(operation.entries)
 
@@ -305,25 +305,25 @@ class OperationQueues:
         others: list[CacheEntry] = []
         for entry in entries:
             for operation in list(entry.operations()):
-                error = operation.kind.cache_released(operation, operation.request, entry)
+                error = operation.handler.cache_released(operation, operation.request, entry)
                 self._finish(((operation, error),))
                 others += [each for each in operation.entries if each is not entry]
         self._discard(entries)
-        # Operations that waited there for a fork can begin.
+        # Operations that waited behind a fork on its other caches can begin.
         self._advance(others)
 
     def _discard(self, entries: Sequence[CacheEntry]) -> None:
         """Frees everything that caches hold."""
         self._kv.drop(*entries)
         for entry in entries:
-            # For good: it may be looked at once more, as by a second operation that has ended with it.
+            # Stays set: `_advance` may still get this entry, for example from a second operation that ended.
             entry.closing = True
             self.index.remove(entry)
         self.admission.remove(entries)
 
 
 def touch(entries: Iterable[CacheEntry], now_s: float) -> None:
-    """They are used: their leases restart, and their KV is the last of its worker to be preempted."""
+    """Marks caches as used: their leases restart, and they become the last in their workers' LRU order."""
     for entry in entries:
         entry.used_s, entry.expires_at_s = now_s, now_s + entry.state.lease_s
         if entry.worker is not None:

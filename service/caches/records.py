@@ -23,7 +23,7 @@ class CacheCreated:
     lease_s: float
     # To recognise a repeated creation. Empty: not recognised.
     request_id: str
-    # The only weights with which it is computed, and the adapter (0: none).
+    # The numbers of the only weights that compute it, and of its adapter (0: none).
     weights: int = 0
     adapter: int = 0
 
@@ -37,12 +37,12 @@ class TokensAppended:
     token_ids: Sequence[int]
     # Tokens before this index are prompt.
     prompt_len: int
-    # The placement of the KV on which they were computed. Grows with each placement.
+    # `CacheEntry.ownership` of the placement that computed them.
     ownership: int
-    # How the append chose the tokens to keep. `asked`: fingerprint of all tokens, if some were not kept or
-    # they were a tree.
+    # How the append chose the tokens to keep. `fingerprint`: of all its tokens, if it did not keep all of
+    # them or they were a tree.
     accept: int = 0
-    asked: bytes = b""
+    fingerprint: bytes = b""
 
 
 @frozen_struct
@@ -70,8 +70,8 @@ class CacheForked:
     children: Sequence[Child]
     # To recognise a repeated fork. Empty: not recognised.
     request_id: str
-    # A fork of several parents has a record for each. `total`: the number of children of all parents (0: this
-    # is the only record); `first`: how many of these precede this record's.
+    # A fork of several parents has a record for each. `total`: the number of children of all of them (0:
+    # there is only one record); `first`: the index of this record's first child among these.
     total: int = 0
     first: int = 0
 
@@ -99,7 +99,7 @@ class LastAppend:
     kept: int
     accept: int
     # Fingerprint of all its tokens, including those that were not kept.
-    asked: bytes
+    fingerprint: bytes
 
 
 @frozen_struct
@@ -107,7 +107,7 @@ class ForkKey:
     """The fork that created a cache as child `index`, to recognise its repetition."""
 
     request_id: str
-    # The parent of this cache; a fork may have several parents.
+    # The parent of this cache: one of those of the fork.
     parent: int
     index: int
     count: int
@@ -139,7 +139,7 @@ class CacheRestated:
 
 @frozen_struct
 class ValueStored:
-    """The value of a name, beside the caches; see `StoredValues`. Empty: there is none."""
+    """A named value that is stored beside the caches; see `StoredValues`. Empty: it is deleted."""
 
     name: str
     value: bytes

@@ -1,6 +1,7 @@
 """Requests to the state machine and their results: plain data, without protobuf.
 
-Options and answers of workers are opaque: the state machine compares and stores them, but does not read them.
+The options of a request and the answers of workers are opaque: the state machine compares and stores them,
+but does not read them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PreviousCaches(enum.Enum):
     KEEP_KV = enum.auto()
 
 
-# For code that runs for each token: on Python 3.11 to look up a member of an enum takes 0.2 us.
+# For code that runs for each token: looking up a member of an enum takes 0.2 us on Python 3.11.
 PREFILL, DECODE, VERIFY = AppendKind.PREFILL, AppendKind.DECODE, AppendKind.VERIFY
 NORMAL, HIGH = Priority.NORMAL, Priority.HIGH
 
@@ -51,17 +52,17 @@ class Append:
     position: int | None = None
     # What to compute and return. Opaque; equal options give equal answers.
     options: bytes = b""
-    # Until the deadline of the caller. None: no deadline.
+    # The time until the caller's deadline. None: no deadline.
     timeout_s: float | None = None
     priority: Priority = NORMAL
-    # About the largest size of its answer.
+    # About the largest size that its answer can have.
     answer_bytes: int = 0
-    # Of a new cache: the weights for which it was checked. None: any.
+    # For a new cache: the weights against which the request was checked. None: any.
     weights: int | None = None
     # Also in the options. 0: all tokens are kept. Otherwise the worker decides how many.
     accept: int = 0
-    # Also in the options. If set, the tokens are a tree of which one path is kept: for each token except the
-    # first the index of its parent.
+    # Also in the options. If set, the tokens are a tree of which one path is kept; for each token except the
+    # first, the index of its parent.
     parents: Sequence[int] = ()
     # Its cost beyond the tokens, in rows of logits.
     rows: int = 1
@@ -70,15 +71,15 @@ class Append:
     request_id: str = ""
     # A new cache shares prefixes only with caches of the same tenant and salt.
     cache_salt: str = ""
-    # Memory in the worker beyond the request: masks, and the row that samples are drawn from.
+    # Memory that it takes in the worker beside the request: masks, and the row that samples are drawn from.
     worker_bytes: int = 0
-    # Whether the answer is kept for a repetition. One that is large, or has rows of logits or hidden states,
-    # is computed again.
+    # Whether the answer is kept for a repetition. Large answers, with rows of logits or hidden states, are
+    # computed again.
     is_kept: bool = True
     # The adapter of a new cache. 0: none.
     adapter: int = 0
-    # So many chosen tokens are expected to be appended next, one after another and with the same output. All
-    # but the last of them may be appended and answered with a decode: see `ForwardDone`. Less than 256.
+    # The caller will probably append the chosen token this often in a row, with the same output. A decode may
+    # append all but the last of these tokens itself: see `ForwardDone`. Less than 256.
     prelaunch: int = 0
 
     @property
@@ -87,7 +88,7 @@ class Append:
 
     @property
     def most_appended(self) -> int:
-        """How many chosen tokens may be appended behind its own ones."""
+        """How many chosen tokens may be appended after its own token."""
         return self.prelaunch - 1 if self.prelaunch > 1 and self.kind is AppendKind.DECODE else 0
 
 
@@ -160,7 +161,7 @@ class Handle:
     epoch: int
     worker_id: str
     expires_at_s: float
-    # Those with which the result was computed, and the cache's adapter (0: none).
+    # The weights that computed the result, and the cache's adapter (0: none).
     weights: int
     adapter: int
 
@@ -169,13 +170,13 @@ class Handle:
 class Appended(Handle):
     """The result of an append, or of its repetition.
 
-    `cache_id` is empty if no cache is kept. `kept` is the number of tokens that the cache kept. The
-    `answer` to a repetition, computed again, can contain a different number.
+    `cache_id` is empty if no cache is kept. `kept` is the number of tokens that the cache kept. If a
+    repetition is computed again, its `answer` can contain a different number.
     """
 
     answer: object
     kept: int
-    # Computed again because the KV was not on the worker.
+    # Tokens computed again because the worker did not have their KV.
     replayed_tokens: int = 0
     # For a tree: the indexes of the accepted path.
     path: Sequence[int] = ()
@@ -206,9 +207,9 @@ def cache_ids(result: object) -> Sequence[str]:
 
 
 def undelivered(request: Request, result: object) -> Sequence[str]:
-    """The caches to release if a result is not delivered: their ids are only there.
+    """The caches to release if a result is not delivered, since nobody else knows their ids.
 
-    With a request id they can be looked up.
+    Caches that were created with a request id can be looked up, and stay.
     """
     match request:
         case Append(cache_id="", request_id="") | Fork(request_id=""):
@@ -217,8 +218,8 @@ def undelivered(request: Request, result: object) -> Sequence[str]:
 
 
 @frozen_struct
-class Remembered:
-    """The current state of a cache that was created with a request id. `token_ids`: all of them."""
+class CacheSnapshot:
+    """A copy of the current state of a cache, with all its tokens."""
 
     cache_id: str
     token_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""Sequences of tokens that share common prefixes, and the bytes that they take together.
+"""Sequences of tokens that share common prefixes, and their total size in bytes.
 
 A sequence is a list of segments. All are full except the last. Forks share segments. A shared segment is not
 changed: a sequence that appends to it or cuts it gets a copy (copy on write).
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 # A fork costs a pointer for each segment of its parent, and one copied segment when it first differs.
 SEGMENT_TOKENS = 256
-# Of a token, here and in the journal's budget.
+# The size of a token, here and in the journal's budget.
 TOKEN_BYTES = array("I").itemsize
-# A segment without its tokens; the pointer of a sequence to it.
+# The size of a segment without its tokens, and of a pointer from a sequence to it.
 _SEGMENT_BYTES = 144
 _POINTER_BYTES = 8
 NEW_SEGMENT_BYTES = _SEGMENT_BYTES + _POINTER_BYTES
@@ -23,11 +23,11 @@ NEW_SEGMENT_BYTES = _SEGMENT_BYTES + _POINTER_BYTES
 class Segment:
     """Consecutive tokens, and how many sequences share them. Compared by identity."""
 
-    __slots__ = ("holders", "token_ids")
+    __slots__ = ("ref_count", "token_ids")
 
     def __init__(self, token_ids: array[int]) -> None:
         self.token_ids = token_ids
-        self.holders = 1
+        self.ref_count = 1
 
 
 class SegmentStore:
@@ -40,7 +40,7 @@ class SegmentStore:
     def fork(self, parent: SegmentedTokens) -> SegmentedTokens:
         """A sequence that shares all tokens of `parent`."""
         for segment in parent.segments:
-            segment.holders += 1
+            segment.ref_count += 1
         self.size_bytes += _POINTER_BYTES * len(parent.segments)
         return SegmentedTokens(parent.segments[:], parent.length)
 
@@ -49,7 +49,7 @@ class SegmentStore:
         if room and len(token_ids) == 1:
             # The usual case.
             last = tokens.segments[-1]
-            (last.token_ids if last.holders == 1 else self._own_last(tokens)).append(token_ids[0])
+            (last.token_ids if last.ref_count == 1 else self._own_last(tokens)).append(token_ids[0])
             self.size_bytes += TOKEN_BYTES
             tokens.length += 1
             return
@@ -73,17 +73,17 @@ class SegmentStore:
         tokens.length = new_len
 
     def drop(self, tokens: SegmentedTokens) -> None:
-        """Drops all tokens. Faster than `cut`, since thousands of sequences can end at once."""
+        """Drops all tokens. Faster than `cut`: thousands of sequences can end at once."""
         for segment in tokens.segments:
-            segment.holders -= 1
-            if not segment.holders:
+            segment.ref_count -= 1
+            if not segment.ref_count:
                 self.size_bytes -= _SEGMENT_BYTES + TOKEN_BYTES * len(segment.token_ids)
         self.size_bytes -= _POINTER_BYTES * len(tokens.segments)
         tokens.segments, tokens.length = [], 0
 
     def _own_last(self, tokens: SegmentedTokens) -> array[int]:
         """The tokens of the last segment, which is copied if it is shared."""
-        if tokens.segments[-1].holders > 1:
+        if tokens.segments[-1].ref_count > 1:
             copy = tokens.segments[-1].token_ids[:]
             self._pop(tokens)
             self._push(tokens, copy)
@@ -96,8 +96,8 @@ class SegmentStore:
     def _pop(self, tokens: SegmentedTokens) -> None:
         segment = tokens.segments.pop()
         self.size_bytes -= _POINTER_BYTES
-        segment.holders -= 1
-        if segment.holders == 0:
+        segment.ref_count -= 1
+        if segment.ref_count == 0:
             self.size_bytes -= _SEGMENT_BYTES + TOKEN_BYTES * len(segment.token_ids)
 
 
@@ -141,7 +141,7 @@ class SegmentedTokens:
     @property
     def is_shared(self) -> bool:
         """Whether another sequence shares the first segment."""
-        return bool(self.segments) and self.segments[0].holders > 1
+        return bool(self.segments) and self.segments[0].ref_count > 1
 
     def shared_len(self, other: SegmentedTokens) -> int:
         """How many of the first tokens are in shared segments."""

@@ -1,7 +1,8 @@
 """Tenants and their quotas. Pure: no clock, no I/O.
 
-The state machine counts what a tenant holds and enforces its quota. What it does not see, calls to providers
-and the preparation of requests, is counted by `Unseen`. The authenticator finds the tenant of a call.
+The state machine counts what a tenant holds and enforces its quota. Work outside it, which is calls to
+providers and the preparation of requests, is counted by `ExternalWork`. The authenticator finds the tenant
+of a call.
 
 Not here: the limits of the server, of which a tenant has a share (`budgets.py`).
 """
@@ -17,7 +18,7 @@ from typing import Final, Self
 from service.errors import QuotaExceeded
 from service.token_bucket import TokenBucket
 
-# Retry delay when too many requests are in flight: when one ends is not known.
+# Retry delay when too many requests are in flight, since it is not known when one ends.
 _RETRY_S = 0.1
 # A tenant with fewer tokens left than this is nearly at its limit.
 _NEARLY_FULL = 4096
@@ -27,56 +28,56 @@ _NEARLY_FULL = 4096
 class Quota:
     """The limits of a tenant. None: no limit of its own."""
 
-    # A scoring counts as one while it runs.
+    # A running scoring counts as a cache.
     max_caches: int | None = None
     # In all caches and running appends. A fork counts all its tokens, including shared ones.
     max_tokens: int | None = None
     # Requests that wait or run. Each item of a batch counts, and each call on a Session.
     max_in_flight: int | None = None
-    # Requests per second. The burst is what one second allows.
+    # Requests per second, with a burst of one second's worth.
     max_per_s: float | None = None
 
 
 UNBOUNDED = Quota()
 
-# As `Tenant.salt` writes it.
+# The adapter in a salt, as `Tenant.salt` writes it.
 _ADAPTER: Final = re.compile(rb"a([0-9a-f]{32})/")
 
 
 def adapter_digest(salt: bytes) -> str:
-    """The digest of the adapter's content in a salt. Empty: it has none."""
+    """The digest of the adapter's content that a salt contains. Empty: none."""
     found = _ADAPTER.match(salt)
     return "" if found is None else found[1].decode()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Tenant:
-    """One tenant. There is one object for each, compared by `is`."""
+    """One tenant. Each has one object, so they are compared by `is`."""
 
     # Empty: the anonymous tenant.
     name: str = ""
-    # Replaced when it changes. Existing caches stay.
+    # Replaced when the configuration changes. Existing caches stay.
     quota: Quota = UNBOUNDED
     # What it holds. Written by the state machine.
     caches: int = 0
     tokens: int = 0
     in_flight: int = 0
-    # Running calls to providers, and preparations, which count as in flight.
-    unseen: int = field(default=0, repr=False)
+    # Work outside the state machine, which also counts as in flight: see `ExternalWork`.
+    external: int = field(default=0, repr=False)
     # None: no request was made yet.
     _rate: TokenBucket | None = field(default=None, repr=False)
 
     def salt(self, cache_salt: str, adapter: int | str = 0) -> bytes:
         """The salt that separates prefixes by tenant, by `cache_salt` and by adapter.
 
-        adapter: the digest of its content, or only its number if nothing is known of that. 0 or empty: none.
+        adapter: the digest of its content, or its number if the digest is not known. 0 or empty: none.
         """
         of_adapter = f"a{adapter}/" if adapter else ""
         return of_adapter.encode() + self._own_salt(cache_salt)
 
     def has_salt(self, salt: bytes, cache_salt: str) -> bool:
         """Whether a cache of this tenant with `salt`, whatever its adapter, was made with `cache_salt`."""
-        # The rest is empty or begins with a digit.
+        # What follows the adapter is empty or begins with a digit.
         rest = salt.partition(b"/")[2] if salt.startswith(b"a") else salt
         return rest == self._own_salt(cache_salt)
 
@@ -89,33 +90,33 @@ class Tenant:
     def admit(self, now_s: float, requests: int = 1) -> None:
         """Admits more requests. Raises QuotaExceeded if too many run, or the rate is too high."""
         quota = self.quota
-        in_flight = self.in_flight + self.unseen
+        in_flight = self.in_flight + self.external
         if quota.max_in_flight is not None and in_flight >= quota.max_in_flight:
             raise QuotaExceeded("max_in_flight", quota.max_in_flight, _RETRY_S)
         if quota.max_per_s is not None:
             self._spend(quota.max_per_s, now_s, requests)
 
     def admit_reader(self, now_s: float) -> None:
-        """Admits a call that reads what requests have made. Raises QuotaExceeded if the rate is too high."""
+        """Admits a call that only reads. Raises QuotaExceeded if the rate is too high."""
         if self.quota.max_per_s is not None:
             self._spend(self.quota.max_per_s, now_s, 1)
 
-    def admit_unseen(self, now_s: float, requests: int = 1) -> Unseen:
-        """Admits requests of which the state machine does not see the work, before it is done. See `Unseen`.
+    def admit_external(self, now_s: float, requests: int = 1) -> ExternalWork:
+        """Admits requests before the work for them is done outside the state machine. See `ExternalWork`.
 
-        More than a second's worth are admitted at once, if none were before. Raises as `admit`.
+        More than a second's worth is admitted together if the bucket is full. Raises as `admit`.
         """
         self.admit(now_s, requests)
-        return Unseen(self, requests)
+        return ExternalWork(self, requests)
 
     def require_at_once(self, requests: int) -> None:
-        """Raises QuotaExceeded for more than a second's worth: waiting does not help, so it has no delay."""
+        """Raises QuotaExceeded, without a retry delay, for more requests than one second ever allows."""
         per_s = self.quota.max_per_s
         if per_s is not None and requests > max(per_s, 1.0):
             raise QuotaExceeded("max_per_s", per_s)
 
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
-        """Raises QuotaExceeded if it would hold too much. Only a release helps: there is no retry delay."""
+        """Raises QuotaExceeded if it would hold too much. There is no retry delay: only a release helps."""
         quota = self.quota
         if quota.max_caches is not None and self.caches + caches > quota.max_caches:
             raise QuotaExceeded("max_caches", quota.max_caches)
@@ -124,15 +125,16 @@ class Tenant:
 
     @property
     def may_append_ahead(self) -> bool:
-        """Whether a request may append tokens for which there would have been others.
+        """Whether one decode may append several tokens, each of which would have been a request of its own.
 
-        Not if each request counts, or if what is reserved for one could be missing to another.
+        Not if the rate of requests is limited, nor near the token limit, where the reservation for one decode
+        could make another one fail.
         """
         most = self.quota.max_tokens
         return self.quota.max_per_s is None and (most is None or self.tokens + _NEARLY_FULL <= most)
 
     def give_back(self, requests: int, now_s: float) -> None:
-        """Requests that were admitted will be admitted again."""
+        """Puts admitted requests back into the rate limit: they will be admitted again."""
         if self._rate is not None:
             self._rate.take(-requests, now_s)
 
@@ -148,29 +150,30 @@ class Tenant:
         self._rate.take(requests, now_s)
 
 
-class Unseen:
-    """What the state machine does not see: a call to a provider with its wait, or requests that are prepared.
+class ExternalWork:
+    """Work outside the state machine: a call to a provider (with its wait), or the preparation of requests.
 
-    Until the context ends, or `end`, it is one request in flight. Each of `requests` counts in the rate until
-    it is made itself, so one whose preparation fails has counted, too.
+    It counts as one request in flight until `end` or the end of the context, and as `requests` in the rate.
+    Requests that are then made count themselves, so `made` takes them back. Those whose preparation fails
+    stay counted.
     """
 
     def __init__(self, tenant: Tenant, requests: int) -> None:
         self._tenant = tenant
         self._requests = requests
         self._is_over = False
-        tenant.unseen += 1
+        tenant.external += 1
 
     def made(self, requests: int, now_s: float) -> None:
-        """So many of the requests are made now, which count by themselves from now on. Ends it."""
+        """Ends the work. So many of its requests are made now, and count themselves."""
         self.end()
         requests = min(requests, self._requests)
         self._requests -= requests
         self._tenant.give_back(requests, now_s)
 
     def end(self) -> None:
-        """The work is done. Idempotent."""
-        self._tenant.unseen -= not self._is_over
+        """Ends the work. Idempotent."""
+        self._tenant.external -= not self._is_over
         self._is_over = True
 
     def __enter__(self) -> Self:
@@ -184,16 +187,16 @@ class Unseen:
 def counted(
     tenant: Tenant | None, now_s: Callable[[], float], requests: int = 1, *, give_back: bool = False
 ) -> Iterator[None]:
-    """Counts work for requests of the tenant, before it is done. Raises QuotaExceeded.
+    """Counts external work for requests of the tenant. Raises QuotaExceeded before it begins.
 
-    give_back: when the work is done, the requests are made at once, and count by themselves from then on.
+    give_back: the requests are made right after the work, and count themselves.
     """
     if tenant is None:
         yield
         return
     if give_back:
         tenant.require_at_once(requests)
-    with tenant.admit_unseen(now_s(), requests) as unseen:
+    with tenant.admit_external(now_s(), requests) as external:
         yield
         if give_back:
-            unseen.made(requests, now_s())
+            external.made(requests, now_s())

@@ -1,8 +1,8 @@
 """Which weights new caches get, and which older caches can still be used.
 
 A cache and its forks belong to the weights that were served when it was created. When these are replaced,
-they can only be released; or they continue with the new ones: then they belong to them, and their KV is
-recomputed, or kept where it is.
+either the caches can only be released; or they continue with the new weights and belong to them. Their KV is
+then recomputed, or kept as it is.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from service.errors import WeightsChanged
 
 
 class Weights:
-    """Owns the state of served weights. These are named by numbers, which grow."""
+    """Knows which weights are served. Weights have numbers, which grow with each replacement."""
 
     def __init__(self, ledger: Ledger) -> None:
         # The weights of new caches.
         self.serving = 0
-        # The first weights whose caches continue with the ones that are served.
+        # The oldest weights whose caches continue with the served ones.
         self.continued_from = 0
         self._ledger = ledger
 
     def replace(self, weights: int, *, continued_from: int) -> None:
-        """New caches get other weights, and those of `continued_from` and later ones continue with them."""
+        """Serves other weights. Caches of the weights `continued_from` and later ones continue with them."""
         self.serving, self.continued_from = weights, continued_from
         self._ledger.continue_weights(continued_from, weights)
 
     def current(self, weights: int) -> int:
-        """The weights with which something of these is computed now."""
+        """The weights that now compute a cache which was created with `weights`."""
         return self.serving if self.continued_from <= weights <= self.serving else weights
 
     def can_use(self, weights: int) -> bool:

@@ -1,12 +1,10 @@
-"""Estimates how long a forward will take, and refuses one that would take too long. Pure.
+"""Estimates how long a forward will take on a worker, and refuses one that would take too long. Pure.
 
-It counts the queue of a worker, and how long recent forwards took.
-
-There are two queues, as in the worker: short forwards (decodes) and long ones. What is ahead of a new
+As in the worker, there are two queues: short forwards (decodes) and long ones. The work ahead of a new
 forward is counted in tokens and rows, with fair queueing: a caller with hundreds of forwards delays only
-itself. The time is a linear fit of the times of recent forwards over what was ahead of them. It adapts
-within some fifty answers. It is not used if nothing is ahead, so a wrong estimate does not refuse requests
-for long.
+itself. The time is a linear fit of the times of recent forwards over the work that was ahead of them. It
+adapts within about fifty answers. It is not used if nothing is ahead, so a wrong estimate does not refuse
+requests for long.
 """
 
 from __future__ import annotations
@@ -19,24 +17,24 @@ from dataclasses import dataclass, field
 from service.caches.requests import HIGH, NORMAL, Priority
 from service.errors import DeadlinePassed, Overloaded
 
-# The longest short forward. As in the worker.
+# The most tokens of a short forward. As in the worker.
 _SHORT_TOKENS = 16
 # For the expected wait of a new sequence.
 TYPICAL_PROMPT_TOKENS = 256
-# What a token costs whose KV is read from disk: a page of 16 tokens as much as one that is computed.
+# The cost of a token whose KV is read from disk. A page of 16 tokens costs as much as one computed token.
 _READ_COST = 1 / 16
-# The weight of the latest replay beside that of all before it.
-_REPLAY_NEWS = 0.25
+# The weight of the latest replay in the moving average of their cost.
+_REPLAY_WEIGHT = 0.25
 # The weight of older answers is multiplied by this at each new one.
 _DECAY = 0.98
-# With less weight than this there is no estimate.
+# There is no estimate while the total weight is below this.
 _MIN_WEIGHT = 4.5
-# The most by which one answer can exceed the estimate: this factor, and this many seconds.
-_MOST_TIMES = 4
-_LEAST_NEWS_S = 0.25
-# If all waits were about equal, the slope cannot be computed.
-_LEAST_SPREAD = 1 / 256
-# The estimate may be at most this part of the time left. The rest is a reserve. High priorities have none, so
+# An outlier is limited to this multiple of the estimate, plus this time.
+_OUTLIER_FACTOR = 4
+_OUTLIER_S = 0.25
+# With less variance in the work ahead than this, relative to its mean, the slope cannot be computed.
+_MIN_SPREAD = 1 / 256
+# The part of the time left that the estimate may take. The rest is a reserve. High priorities have none, so
 # they are refused last.
 _TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
 
@@ -45,50 +43,51 @@ _TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
 class _LatencyModel:
     """A linear fit of the times of forwards over what was ahead of them. Older ones have less weight."""
 
-    # Time for a unit of cost. 0: not known yet.
+    # Seconds for a unit of cost. 0: not known yet.
     slope_s: float = 0.0
+    # Decayed sums: x is the work ahead, y the time.
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
-    # Answers with the same time that are not in the fit yet: their number and sums. They were computed
-    # together, and count as one, their mean.
+    # Answers that arrived at `now_s` and are not in the fit yet: their number and sums. They were computed in
+    # one step, so their mean counts as one answer.
     now_s: float = -math.inf
     answers: int = 0
     ahead: int = 0
     took_s: float = 0.0
 
-    def late(self, ahead: int, took_s: float) -> None:
-        """Adds a forward that was not answered by its deadline, if that is longer than the estimate."""
+    def add_late(self, ahead: int, took_s: float) -> None:
+        """Adds a forward that was not answered by its deadline, if `took_s` exceeds the estimate."""
         self.take_in(self.now_s)
         if took_s > self.expected_s(ahead):
             self.answers, self.ahead, self.took_s = 1, ahead, took_s
             self.take_in(self.now_s)
 
     def take_in(self, now_s: float) -> None:
-        """The answers so far become part of the fit. The next ones have the time `now_s`."""
+        """Adds the collected answers to the fit. The next ones arrive at `now_s`."""
         self.now_s = now_s
         if not self.answers:
             return
         ahead, took_s = self.ahead / self.answers, self.took_s / self.answers
         self.answers, self.ahead, self.took_s = 0, 0, 0.0
-        if took_s > _LEAST_NEWS_S and self.weight >= _MIN_WEIGHT:
+        if took_s > _OUTLIER_S and self.weight >= _MIN_WEIGHT:
             # An outlier is probably a pause of the machine.
-            took_s = min(took_s, _MOST_TIMES * self.expected_s(ahead) + _LEAST_NEWS_S)
+            took_s = min(took_s, _OUTLIER_FACTOR * self.expected_s(ahead) + _OUTLIER_S)
         self.weight = self.weight * _DECAY + 1
         self.x = self.x * _DECAY + ahead
         self.y = self.y * _DECAY + took_s
         self.xx = self.xx * _DECAY + ahead * ahead
         self.xy = self.xy * _DECAY + ahead * took_s
         spread = self.weight * self.xx - self.x * self.x
-        if spread > self.x * self.x * _LEAST_SPREAD:
+        if spread > self.x * self.x * _MIN_SPREAD:
             self.slope_s = max((self.weight * self.xy - self.x * self.y) / spread, 0.0)
         # The time with nothing ahead is not negative.
         self.slope_s = min(self.slope_s, self.y / self.x)
 
     def expected_s(self, ahead: float) -> float:
-        """The estimated time. If unsure, rather too short than too long."""
+        """The estimated time. In doubt it is too short rather than too long."""
         if self.weight < _MIN_WEIGHT:
             return 0.0
         mean_s, more = self.y / self.weight, ahead - self.x / self.weight
@@ -101,15 +100,15 @@ class _LatencyModel:
 class _Queue:
     """The unanswered forwards of a worker, either the short or the long ones."""
 
-    # Cost by priority, and by caller.
+    # Their cost by priority, and by caller.
     cost: list[int] = field(default_factory=lambda: [0] * len(Priority))
     by_caller: dict[int, int] = field(default_factory=dict)
-    # By priority: each waits for different forwards.
+    # By priority, since each waits for other forwards.
     times: list[_LatencyModel] = field(default_factory=lambda: [_LatencyModel() for _ in Priority])
 
 
 def retry_after_s(wait_s: float) -> float:
-    """When a client that was refused should retry, if it would have waited for so long."""
+    """After what time a refused client should retry, if it would have waited for `wait_s`."""
     return min(max(wait_s, 0.05), 5.0)
 
 
@@ -120,21 +119,21 @@ class End(enum.Enum):
     # Not answered by its deadline.
     LATE = enum.auto()
     # Cancelled or failed. Says nothing about time.
-    TAKEN_BACK = enum.auto()
+    ABORTED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
-class Forward:
-    """What a load knows of a forward: an operation."""
+class QueuedForward:
+    """The fields of an operation that `WorkerLoad` uses."""
 
     ticket: int
-    # Callers take turns. 0: a caller of its own.
+    # For fair queueing. 0: a caller of its own.
     caller: int
     # None: no deadline.
     deadline_s: float | None
 
-    # Written by `WorkerLoad.enter`: its own cost, and that up to and including it, in tokens and rows; and
-    # when it was sent.
+    # Written by `WorkerLoad.enter`. `cost`: its own, in tokens and rows; `total`: including the work ahead;
+    # `since_s`: when it was sent.
     priority: Priority = field(default=NORMAL, init=False)
     is_long: bool = field(default=False, init=False)
     cost: int = field(default=0, init=False)
@@ -148,12 +147,12 @@ class WorkerLoad:
     def __init__(self) -> None:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
-        # What a token of a replay costs: 1, or less if recent ones were not computed.
+        # The cost of a replayed token: 1, or less if recent replays were partly read instead of computed.
         self._replay_cost = 1.0
 
     def enter(
         self,
-        forward: Forward,
+        forward: QueuedForward,
         tokens: int,
         rows: int,
         priority: Priority,
@@ -162,10 +161,10 @@ class WorkerLoad:
         *,
         is_replay: bool = False,
     ) -> float:
-        """A forward is sent now, after those that come before it: it counts until it leaves.
+        """Counts a forward that is sent now, until it leaves. Returns the time within which it has to begin.
 
-        Returns within which time it has to begin, at most `wait_s`. Raises Overloaded or DeadlinePassed if it
-        would not be done in time: then it does not count.
+        That is at most `wait_s`. Raises Overloaded or DeadlinePassed, without counting it, if it could not be
+        done in time.
         """
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
         if is_replay:
@@ -186,11 +185,11 @@ class WorkerLoad:
         return wait_s
 
     def replayed(self, tokens: int, reused_tokens: int) -> None:
-        """Takes into account that so many of the tokens of a replay were not computed, but read."""
+        """Learns from a replay of `tokens`, of which `reused_tokens` were read instead of computed."""
         cost = 1 - reused_tokens / tokens * (1 - _READ_COST)
-        self._replay_cost += _REPLAY_NEWS * (cost - self._replay_cost)
+        self._replay_cost += _REPLAY_WEIGHT * (cost - self._replay_cost)
 
-    def leave(self, forwards: Iterable[Forward], now_s: float, end: End) -> None:
+    def leave(self, forwards: Iterable[QueuedForward], now_s: float, end: End) -> None:
         is_answered = end is End.ANSWERED
         for forward in forwards:
             queue, priority, cost = self._queues[forward.is_long], forward.priority, forward.cost
@@ -209,10 +208,10 @@ class WorkerLoad:
                 times.ahead += forward.total
                 times.took_s += now_s - forward.since_s
             elif end is End.LATE:
-                times.late(forward.total, now_s - forward.since_s)
+                times.add_late(forward.total, now_s - forward.since_s)
 
     def total_for(self, tokens: int) -> int:
-        """The cost up to and including a prompt of a new caller, if it came now. As `enter`."""
+        """The work up to the end of a prompt that a new caller would send now. As in `enter`."""
         queue, cost = self._queues[tokens > _SHORT_TOKENS], tokens + 1
         _, normal, high = queue.cost
         return min(cost + normal + high, cost * (len(queue.by_caller) + 1))
@@ -223,12 +222,12 @@ class WorkerLoad:
         return times.expected_s(total) if total > tokens + 1 else 0.0
 
 
-def _require_time(forward: Forward, times: _LatencyModel, wait_s: float, now_s: float) -> float:
-    """See `WorkerLoad.enter`. `times`: those of forwards like this one."""
+def _require_time(forward: QueuedForward, times: _LatencyModel, wait_s: float, now_s: float) -> float:
+    """See `WorkerLoad.enter`. `times`: of forwards in the same queue with the same priority."""
     is_first = forward.total <= forward.cost
     # 0: unknown, or nothing is ahead.
     expected_s = 0.0 if is_first else times.expected_s(forward.total)
-    # At least so much of that is its own computation.
+    # Its own computation, a part of that.
     own_s = times.slope_s * forward.cost
     if forward.deadline_s is None:
         # Without a deadline only the queueing delay is limited.

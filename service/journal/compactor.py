@@ -158,7 +158,7 @@ class Compactor:
         for segment in reversed(state.tokens.segments):
             if holder is not None and self._holders.get(segment) == holder.number:
                 break
-            if segment.holders > 1:
+            if segment.ref_count > 1:
                 self._holders[segment] = number
         return self._ledger.restate(number, holder)
 

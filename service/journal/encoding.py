@@ -127,7 +127,7 @@ def encode(records: Sequence[Record]) -> bytes:
             type(record) is TokensAppended
             and len(record.token_ids) == 1
             and not record.accept
-            and not record.asked
+            and not record.fingerprint
         ):
             packed_values += (record.number, record.position, record.prompt_len, record.ownership)
             packed_values += record.token_ids

@@ -10,7 +10,9 @@ and removes the earlier ones when all that is alive has been restated in it.
 has been reported as durable: if one of them is damaged or missing, nothing is used until the operator
 decides. Behind that number a frame may have been written in part when the gateway or the system crashed. It
 is dropped with whatever follows it, since nobody was told of it, or the system lost it and the operator
-allows that.
+allows that. A whole frame there, the last one of its file, was not reported as durable: maybe as failed, if
+it could not be cut off again. It is dropped as well, unless the system has crashed, which may have lost a
+newer `end`.
 
 The header names the journal and the number of the segment, and is part of the checksum of each frame. So a
 segment of another journal or in the place of another one is noticed, and an older copy of one ends too early.
@@ -70,13 +72,16 @@ class End(NamedTuple):
         data = END_LAYOUT.pack(*self)
         return data + checksum(data)
 
+    def is_of_this_boot(self) -> bool:
+        """Whether the system has not crashed since, so that `written` is exact."""
+        return self.boot == boot_id() and any(self.boot)
+
     def must_exist(self) -> int:
         """The last frame that must exist: after a crash of the system, the last synced one.
 
         With "full" these are the same. What the next gateway is set to does not matter.
         """
-        same_boot = self.boot == boot_id() and any(self.boot)
-        return self.written if same_boot else self.synced
+        return self.written if self.is_of_this_boot() else self.synced
 
 
 class Found(NamedTuple):
@@ -109,9 +114,9 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """The segments in the directory of a journal, in order. Raises OSError."""
-    names = (path.stem for path in directory.glob(f"*{_SUFFIX}"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    """The segments in the directory of a journal, in order; no files of other names. Raises OSError."""
+    found = (path for path in directory.glob(f"*{_SUFFIX}") if path.stem.isdecimal())
+    return sorted(int(path.stem) for path in found if path == segment_path(directory, int(path.stem)))
 
 
 def header_of(journal: bytes, number: int) -> bytes:
@@ -183,10 +188,13 @@ def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable
     header = file.read(HEADER_BYTES)
     end = _checked(header, number, before.end)
     next_number, good_end, first, damage = before.next_number, HEADER_BYTES, 0, ""
+    unreported = end.written + 1 if end.is_of_this_boot() else 0
     try:
         for frame in read_frames(file, size, seed_of(header)):
             if frame.number != (next_number or frame.number):
                 raise DamagedFrame(f"frame {frame.number} is in its place")
+            if frame.number == unreported and frame.end == size:
+                raise DamagedFrame(f"frame {unreported} was not reported as durable")
             on_frame(frame)
             next_number, good_end, first = frame.number + 1, frame.end, first or frame.number
             end = end if end.first_frame else end._replace(first_frame=frame.number)

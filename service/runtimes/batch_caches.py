@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from service.caches.requests import Handle, Remembered
+from service.caches.requests import CacheSnapshot, Handle
 from service.dispatcher import Dispatcher
 from service.runtimes.base import Batch
 from service.runtimes.items import is_in_place, num_samples
@@ -48,7 +48,7 @@ class BatchCaches:
         digest = hashlib.sha256(f"{self._batch_key}\x00{item_id}\x00{part}".encode()).hexdigest()
         return "\x00" + digest[:40]
 
-    def recall(self, item_id: str, part: str) -> Sequence[Remembered | None]:
+    def recall(self, item_id: str, part: str) -> Sequence[CacheSnapshot | None]:
         """The caches made under a key, also by an earlier run. See `CacheIndex.lookup`."""
         key = self.key(item_id, part)
         return self._dispatcher.caches.index.lookup(key, self._tenant) if key else ()

@@ -15,7 +15,7 @@ from quire.v1 import runner_pb2
 from service.api import validation
 from service.api.append_codec import PRIORITIES
 from service.api.server_state import ServerState
-from service.caches.keyed_answers import KeyedAnswers, Kind
+from service.caches.idempotency import IdempotencyTable, Kind
 from service.caches.tenants import Tenant
 from service.completion import wait_until
 from service.errors import Draining, ExecutionLost, InvalidArgument, reused_request_id
@@ -34,7 +34,7 @@ class Executions:
     `max_executions` may be running, and as many be finished unread.
     """
 
-    def __init__(self, router: Router, state: ServerState, keyed: KeyedAnswers) -> None:
+    def __init__(self, router: Router, state: ServerState, idempotency: IdempotencyTable) -> None:
         self._router = router
         self._state = state
         # All that are not closed, by state, with their tenants. Those that entered it first come first.
@@ -43,7 +43,7 @@ class Executions:
         # For chunks of all kept executions that stay after they were read.
         self._read = ReplayBudget(state.config.max_unread_bytes // 2)
         # Also of those that can be resumed.
-        self._keyed = keyed
+        self._idempotency = idempotency
         self._draining = False
 
     def open(
@@ -73,7 +73,7 @@ class Executions:
         if not request_id:
             raise InvalidArgument("BAD_REQUEST_ID", "request_id", "it is needed")
         validation.check_request_id(request_id)
-        kept = self._keyed.find(request_id, tenant, Kind.EXECUTION)
+        kept = self._idempotency.find(request_id, tenant, Kind.EXECUTION)
         if kept is not None:
             kept.made[0].cancel()
         return kept is not None
@@ -130,7 +130,7 @@ class Executions:
 
     def _find(self, request: runner_pb2.ExecuteRequest, tenant: Tenant | None) -> Execution | None:
         """The kept execution with this request id. Raises InvalidArgument if its request was another."""
-        kept = self._keyed.find(request.request_id, tenant, Kind.EXECUTION)
+        kept = self._idempotency.find(request.request_id, tenant, Kind.EXECUTION)
         if kept is None:
             return None
         if tenant is not None:
@@ -154,11 +154,11 @@ class Executions:
         keep_s = 0.0
         if request.HasField("keep"):
             keep_s = min(validation.lease_seconds(request.keep), self._state.config.max_lease_s)
-            self._keyed.require_free(request.request_id, tenant)
+            self._idempotency.require_free(request.request_id, tenant)
         request_id = request.request_id or secrets.token_hex(16)
         resumed = self._resumed_items(request, keep_s)
         now_s = time.monotonic()
-        preparation = None if tenant is None else tenant.admit_unseen(now_s, len(request.items))
+        preparation = None if tenant is None else tenant.admit_external(now_s, len(request.items))
         samples = [(item.item_id, sample) for item in request.items for sample in range(num_samples(item))]
         execution = Execution(
             request_id,
@@ -171,7 +171,7 @@ class Executions:
         )
         self._on_state(tenant, execution)
         if keep_s:
-            self._keyed.add(request_id, tenant, Kind.EXECUTION, execution, digest=_digest(request))
+            self._idempotency.add(request_id, tenant, Kind.EXECUTION, execution, digest=_digest(request))
         batch = Batch(
             key=request_id,
             tenant=tenant,
@@ -222,7 +222,7 @@ class Executions:
             if execution.state is State.FINISHED_UNREAD:
                 self._cancel_an_unread_one(tenant)
             return
-        self._keyed.remove(execution.started.request_id, tenant, Kind.EXECUTION, execution)
+        self._idempotency.remove(execution.started.request_id, tenant, Kind.EXECUTION, execution)
 
 
 def _check_progress(request: runner_pb2.ExecuteRequest) -> None:

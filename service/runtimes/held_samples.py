@@ -13,7 +13,7 @@ from typing import Any
 from quire.v1 import runner_pb2
 
 from service.api.append_codec import write_handle
-from service.caches.requests import Fork, Handles, Remembered, Request, Source, Truncate
+from service.caches.requests import CacheSnapshot, Fork, Handles, Request, Source, Truncate
 from service.errors import PositionMismatch
 from service.runtimes.batch_caches import SAMPLES, BatchCaches
 from service.runtimes.held_caches import HeldCache
@@ -30,14 +30,14 @@ class HeldSamples:
     def __init__(self, ask: Ask, caches: BatchCaches) -> None:
         self._ask, self._caches = ask, caches
 
-    async def fork(self, item: PreparedItem, held: HeldCache) -> list[Remembered | None]:
+    async def fork(self, item: PreparedItem, held: HeldCache) -> list[CacheSnapshot | None]:
         """A copy of the caller's cache for each sample."""
         key = self._caches.key(item.spec.item_id, SAMPLES)
         forked = await self._ask(Fork((Source(held.cache_id, item.num_samples, held.position),), (), key))
         assert isinstance(forked, Handles)
         tokens = item.spec.prompt[: held.position]
         return [
-            Remembered(handle.cache_id, tokens, handle.weights, handle.adapter, b"")
+            CacheSnapshot(handle.cache_id, tokens, handle.weights, handle.adapter, b"")
             for handle in forked.handles
         ]
 

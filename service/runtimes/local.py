@@ -81,8 +81,13 @@ class LocalRuntime:
     async def execute(self, batch: Batch, sink: ChunkSink) -> None:
         self._executions += 1
         weights = self._state.model_version
-        lease_s = self._state.config.default_lease_s
-        run = LocalRun(self._dispatcher, batch, sink, least_lease_s=lease_s)
+        config = self._state.config
+        # A slow reader delays the next use of caches. What this server leaves of others when it is killed,
+        # nobody uses again.
+        lease_s = config.message_timeout_s + config.max_wait_s
+        if batch.keep_s:
+            lease_s = max(batch.keep_s, config.default_lease_s)
+        run = LocalRun(self._dispatcher, batch, sink, lease_s)
         try:
             ready: list[PreparedItem] = []
             time_slice = TimeSlice()

@@ -28,15 +28,15 @@ from service.caches.requests import (
     Append,
     Appended,
     AppendKind,
+    CacheSnapshot,
     Fork,
     Handles,
-    Remembered,
     Request,
     Truncate,
     cache_ids,
 )
 from service.caches.tenants import Tenant
-from service.dispatcher import Dispatcher, Found
+from service.dispatcher import Dispatcher, Outcomes
 from service.errors import (
     DeadlinePassed,
     ExecutionLost,
@@ -77,9 +77,9 @@ class LocalRun:
     """One run of a batch. Call `run` at most once, and then `close` in any case."""
 
     def __init__(
-        self, dispatcher: Dispatcher, batch: Batch, sink: ChunkSink, *, least_lease_s: float = 0.0
+        self, dispatcher: Dispatcher, batch: Batch, sink: ChunkSink, lease_s: float | None = None
     ) -> None:
-        """`least_lease_s`: the least lease of a kept batch's caches. A slow reader delays their next use."""
+        """`lease_s`: of new caches. None: that of calls that give none."""
         self._dispatcher = dispatcher
         self._batch = batch
         self._sink = sink
@@ -88,7 +88,7 @@ class LocalRun:
         self._request_id = current_request_id()
         self._caches = BatchCaches(dispatcher, batch)
         self._tenant = batch.tenant or Tenant()
-        self._lease_s = max(batch.keep_s, least_lease_s) if batch.keep_s else None
+        self._lease_s = lease_s
         if batch.keep_s:
             sink.on_release(self._caches.stop_keeping)
         # The tasks that may take a step: what each awaits, and its result.
@@ -160,7 +160,7 @@ class LocalRun:
             return
         sent, self._unsent = self._unsent, []
 
-        def on_outcomes(found: Found) -> None:
+        def on_outcomes(found: Outcomes) -> None:
             for index, outcome in found:
                 for cache_id in cache_ids(outcome):
                     self._caches.add(cache_id)
@@ -275,7 +275,7 @@ class LocalRun:
             run = self._run_sample(item, index, caches[index], parts[index], cached_tokens[index])
             tasks.create_task(run)
 
-    async def _fork(self, item: PreparedItem) -> tuple[list[Remembered | None], Sequence[int]]:
+    async def _fork(self, item: PreparedItem) -> tuple[list[CacheSnapshot | None], Sequence[int]]:
         """A cache with the prompt for each sample, and how many of its tokens were found computed.
 
         Empty: the sample creates its own.
@@ -289,7 +289,7 @@ class LocalRun:
         # The first sample is charged for a shared prefix. The others found it computed.
         return forked, [reused_tokens] + [len(item.spec.prompt) - 1] * (samples - 1)
 
-    async def _fork_prompt(self, item: PreparedItem) -> tuple[list[Remembered | None], int]:
+    async def _fork_prompt(self, item: PreparedItem) -> tuple[list[CacheSnapshot | None], int]:
         """Computes the prompt without its last token once. Each sample appends that token itself.
 
         Returns a cache for each sample, and how many tokens of the prompt were found computed.
@@ -307,7 +307,8 @@ class LocalRun:
         self._caches.discard(parent)
         salt = self._tenant.salt(item.cache_salt)
         caches = [
-            Remembered(handle.cache_id, prompt, item.weights, item.adapter, salt) for handle in forked.handles
+            CacheSnapshot(handle.cache_id, prompt, item.weights, item.adapter, salt)
+            for handle in forked.handles
         ]
         return [*caches], done_of(prefix).reused_tokens
 
@@ -317,7 +318,7 @@ class LocalRun:
         self,
         item: PreparedItem,
         index: int = 0,
-        cache: Remembered | None = None,
+        cache: CacheSnapshot | None = None,
         part: str = "",
         cached_tokens: int = 0,
     ) -> None:
@@ -335,7 +336,7 @@ class LocalRun:
             self._caches.finish(sample.cache_id)
 
     async def _generate(
-        self, item: PreparedItem, sample: Sample, cache: Remembered | None, part: str
+        self, item: PreparedItem, sample: Sample, cache: CacheSnapshot | None, part: str
     ) -> None:
         options = item.options(sample)
         if item.in_place is not None:
@@ -371,7 +372,7 @@ class LocalRun:
             token_id, position = self._take(item, sample, appended)
 
     async def _begin(
-        self, item: PreparedItem, sample: Sample, options: bytes, cache: Remembered | None, part: str
+        self, item: PreparedItem, sample: Sample, options: bytes, cache: CacheSnapshot | None, part: str
     ) -> tuple[int, int]:
         """Takes the tokens that there are, or the first one. Returns the last, and its position."""
         prompt = item.spec.prompt
@@ -417,7 +418,7 @@ class LocalRun:
             self._held.write_handle(item.in_place, chunk)
         self._chunks.append(chunk)
 
-    async def _resume(self, item: PreparedItem, sample: Sample, cache: Remembered) -> None:
+    async def _resume(self, item: PreparedItem, sample: Sample, cache: CacheSnapshot) -> None:
         """Takes the tokens that a sample's cache holds after the prompt. Raises QuireError."""
         prompt = item.spec.prompt
         self._caches.add(cache.cache_id)
@@ -434,7 +435,7 @@ class LocalRun:
                 if time_slice.due:
                     await time_slice.yield_to_others()
 
-    def _require_same(self, item: PreparedItem, cache: Remembered) -> None:
+    def _require_same(self, item: PreparedItem, cache: CacheSnapshot) -> None:
         """Raises InvalidArgument, WeightsChanged or ExecutionLost if a cache cannot continue an item."""
         if item.held is not None:
             # A copy of the caller's cache has what that has.

@@ -34,6 +34,10 @@ _Result = TypeVar("_Result")
 class ConstraintFailed(Exception):
     """A grammar cannot be used, or a sample cannot continue. The text is not sanitized."""
 
+    def __init__(self, reason: str, *, fails_again: bool = True) -> None:
+        super().__init__(reason)
+        self.fails_again = fails_again
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
@@ -100,6 +104,8 @@ class Constraints:
                 reason = ""
             except ConstraintFailed as error:
                 reason = _sanitized(error)
+                if not error.fails_again:
+                    return reason
             self._results[digest] = reason
             if len(self._results) > MAX_RESULTS:
                 del self._results[next(iter(self._results))]
@@ -226,7 +232,7 @@ async def _run(process: TaskProcess, request: Mapping[str, Any]) -> tuple[Mappin
         output = await process.run(json.dumps(request).encode())
     except TaskFailed as error:
         if error.is_task_fault:
-            raise ConstraintFailed(f"it {error}") from None
+            raise ConstraintFailed(f"it {error}", fails_again=error.fails_again) from None
         raise
     line, _, mask = output.partition(b"\n")
     result = json.loads(line)

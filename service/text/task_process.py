@@ -44,10 +44,12 @@ _PART_BYTES = 1 << 16
 class TaskFailed(Exception):
     """The process ended without a result. The message is a predicate: callers put a subject before it."""
 
-    def __init__(self, reason: str, *, is_task_fault: bool = True) -> None:
+    def __init__(self, reason: str, *, is_task_fault: bool = True, fails_again: bool = True) -> None:
         super().__init__(reason)
         # False: earlier tasks, or a kill from outside, may have caused it; the task can be retried.
         self.is_task_fault = is_task_fault
+        # False: it may be due to what else runs on the machine.
+        self.fails_again = fails_again
 
 
 class _Stopped(TaskFailed):
@@ -237,7 +239,7 @@ class TaskProcess:
         """Why the process, which has ended, gave no result."""
         assert self._popen is not None
         if self._is_late:
-            return TaskFailed("took too long")
+            return TaskFailed("took too long", fails_again=False)
         status = self._popen.returncode
         if status == -signal.SIGPROF:
             return TaskFailed(f"used more than {self.kind.max_cpu_s:g} s of CPU time")
@@ -246,7 +248,10 @@ class TaskProcess:
         # After other tasks the cause may be what they left in memory, or a kill from outside. 0: it was idle.
         is_task_fault = self.num_tasks == 0 and status != 0
         if status in (-signal.SIGABRT, -signal.SIGKILL):
-            return TaskFailed("needs too much memory", is_task_fault=is_task_fault)
+            was_killed = status == -signal.SIGKILL
+            return TaskFailed(
+                "needs too much memory", is_task_fault=is_task_fault, fails_again=not was_killed
+            )
         return TaskFailed(f"ended its process with status {status}", is_task_fault=is_task_fault)
 
 

@@ -42,5 +42,5 @@ def nothing_is_left(gateway: GatewayProcess) -> Iterator[None]:
     yield
     gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
     for handle in gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000)).kv_caches:
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id))
+        gateway.release(handle.cache_id)
     gateway.assert_pools_are_whole()

@@ -8,7 +8,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import pytest
 
 from benchmarks.checkout import ROOT, environment
 from tests import quire_command
+from tests.programs import output_of
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
@@ -49,13 +49,6 @@ def blocks(page: str, language: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
     found = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return [Block(page, language, block) for block in found]
-
-
-def run(*command: str, cwd: Path | None = None) -> str:
-    """What a program prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def run_python(script: Path, *arguments: str) -> str:
@@ -89,13 +82,5 @@ def run_script(script: str, directory: Path, paths: Mapping[str, str]) -> str:
         script = script.replace(written, str(directory / ours))
     # What measures the machine keeps one core busy, and not all of them.
     own = {"HOME": str(directory), "XDG_STATE_HOME": str(directory / "state"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [shutil.which("bash") or "sh", "-eu", "-c", script],
-        env=environment(ROOT) | own,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    shell = shutil.which("bash") or "sh"
+    return output_of(shell, "-eu", "-c", script, env=environment(ROOT) | own, cwd=directory)

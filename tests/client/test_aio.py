@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -81,6 +82,73 @@ async def test_cancellation(target: str, executor: FakeExecutor) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert len(executor.calls["ReleaseCache"]) == 1, "a cancelled block releases its cache"
+
+
+class Slow(FakeExecutor):
+    """Answers calls that make or release caches when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_answer = threading.Event(), threading.Event()
+
+    def _later(self, answer: Callable[..., Any], request: Any, context: Any) -> Any:
+        made = answer(request, context)
+        self.has_begun.set()
+        assert self.may_answer.wait(60)
+        return made
+
+    def Prefill(self, request: Any, context: Any) -> Any:
+        return self._later(super().Prefill, request, context)
+
+    def BatchPrefill(self, request: Any, context: Any) -> Any:
+        return self._later(super().BatchPrefill, request, context)
+
+    def ForkCache(self, request: Any, context: Any) -> Any:
+        return self._later(super().ForkCache, request, context)
+
+    def ForkCaches(self, request: Any, context: Any) -> Any:
+        return self._later(super().ForkCaches, request, context)
+
+
+@pytest.mark.parametrize(
+    ("make", "made"),
+    [
+        (lambda client, _: client.prefill([1, 2]), 1),
+        (lambda client, _: client.batch_prefill([[1], [2]]), 2),
+        (lambda _, cache: cache.fork(2), 2),
+        (lambda client, cache: client.fork_caches([(cache, 3)]), 3),
+    ],
+    ids=["prefill", "batch_prefill", "fork", "fork_caches"],
+)
+async def test_caches_whose_ids_nobody_got_are_released(make: Callable[..., Any], made: int) -> None:
+    """The answer comes when the task is cancelled already. Before, they stayed until their leases ended."""
+    executor = Slow()
+    with serving(executor) as target:
+        async with AsyncClient(target) as client:
+            executor.may_answer.set()
+            cache = await client.prefill([1])
+            executor.may_answer.clear()
+            executor.has_begun.clear()
+            task = asyncio.ensure_future(make(client, cache))
+            assert await asyncio.to_thread(executor.has_begun.wait, 60)
+            assert len(executor.caches) == 1 + made
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            executor.may_answer.set()
+        # A client that is closed has waited for it.
+        assert [*executor.caches] == [cache.detach()]
+
+
+async def test_a_release_that_is_cancelled_at_once_is_made(target: str, executor: FakeExecutor) -> None:
+    async with AsyncClient(target) as client:
+        cache = await client.prefill([1])
+        task = asyncio.create_task(cache.release())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    assert not executor.caches
 
 
 async def test_a_client_that_is_closed_says_so_to_those_who_wait(target: str, executor: FakeExecutor) -> None:

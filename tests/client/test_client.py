@@ -294,12 +294,18 @@ def test_a_setting_that_does_not_exist_is_refused(client: Client, executor: Fake
     cache.release()
 
 
-def test_a_release_with_a_setting_that_does_not_exist_changes_nothing(
-    client: Client, executor: FakeExecutor
-) -> None:
+def test_a_release_that_is_refused_changes_nothing(client: Client, executor: FakeExecutor) -> None:
     cache: Any = client.prefill([1])
     with pytest.raises(TypeError, match=r"Cache\.release\(\) .*'timeout'"):
         cache.release(timeout=3)
+    with pytest.raises(ValueError, match="priority is one of"):
+        cache.release(priority="x")
+    calls: list[tuple[int, dict[str, Any]]] = [(1, {"priority": "x"}), (-1, {})]
+    for count, call in calls:
+        with pytest.raises(ValueError):
+            cache.fork(count, release=[cache], **call)
+        with pytest.raises(ValueError):
+            client.fork_caches([(cache, count)], release=[cache], **call)
     assert cache.cache_id in executor.caches
     with pytest.warns(ResourceWarning, match="was not released"):
         del cache

@@ -17,9 +17,10 @@ from quire import AsyncClient, Client
 from quire.v1 import executor_pb2
 
 from tests.chat_templates import byte_tokenizer
-from tests.client.pages import run, run_python
+from tests.client.pages import run_python
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, hf_logits, hf_model, make_model
+from tests.programs import output_of
 
 # The references run beside servers and other tests, where more threads wait for one another.
 torch.set_num_threads(1)
@@ -161,7 +162,7 @@ def test_it_runs_and_says_the_same_again(
     def lines() -> list[str]:
         if name == "greedy_loop":
             # As all are started.
-            return run(sys.executable, str(script), *arguments).splitlines()
+            return output_of(sys.executable, str(script), *arguments).splitlines()
         return run_python(script, *arguments).splitlines()
 
     first = lines()

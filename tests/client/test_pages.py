@@ -31,10 +31,12 @@ from quire.v1 import executor_pb2, runner_pb2
 
 from benchmarks import checkout
 from service.config import all_settings
-from tests.client.pages import PAGES, Block, blocks, install_command, run, run_python, run_script
+from tests.client.pages import PAGES, Block, blocks, install_command, run_python, run_script
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.grpcurl import GRPCURL, needs_grpcurl
+from tests.http_gateway import HttpGateway
 from tests.ports import free_address
+from tests.programs import output_of
 
 GRPC, HTTP = "127.0.0.1:50051", "127.0.0.1:8000"
 PATHS = {"/var/lib/quire": "data", "/var/backups/quire": "backup"}
@@ -86,6 +88,7 @@ COMMANDS = {
     "useradd": OTHER_HOSTS,
     "install -m 644 deploy/systemd": OTHER_HOSTS,
     "pip install": DOWNLOADS,
+    "uvx": DOWNLOADS,
     "npm ci": DOWNLOADS,
     "npm run": "tests/client/test_node.py, where node and its packages are installed",
     "node examples": "tests/client/test_node.py, where node and its packages are installed",
@@ -199,16 +202,12 @@ def test_arguments_are_known(page: str) -> None:
 # What asks a server.
 
 
-class Served(GatewayProcess):
+class Served(HttpGateway):
     """A server of the model, by both APIs."""
-
-    def __init__(self, model: Path, *flags: str) -> None:
-        super().__init__(model=str(model), flags=["--openai-listen", "127.0.0.1:0", *flags])
 
     def replaced(self, text: str) -> str:
         """An example that asks this one."""
-        http = next(str(record["listen"]) for record in self.records() if "HTTP" in str(record["event"]))
-        return text.replace(GRPC, self.address).replace(HTTP, http)
+        return text.replace(GRPC, self.address).replace(HTTP, f"127.0.0.1:{self.http_port}")
 
     def printed(self, code: Block, directory: Path) -> str:
         script = directory / "copied.py"
@@ -218,7 +217,7 @@ class Served(GatewayProcess):
     def asked(self, command: list[str]) -> str:
         """What grpcurl prints."""
         assert command[0] == ".venv/bin/grpcurl"
-        return run(str(GRPCURL), *map(self.replaced, command[1:]))
+        return output_of(str(GRPCURL), *map(self.replaced, command[1:]))
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +231,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[Served]:
-    with Served(model) as served:
+    with Served(model=str(model)) as served:
         yield served
 
 
@@ -317,7 +316,7 @@ def test_grpcurl_for_operators(model: Path) -> None:
     request = json.loads(load[load.index("-d") + 1])
     assert request["source"] == "adder"
     load[load.index("-d") + 1] = json.dumps({**request, "source": str(model)})
-    with Served(model) as served:
+    with Served(model=str(model)) as served:
         phases = re.findall(r'"phase": "LOAD_WEIGHTS_PHASE_(\w+)"', served.asked(load))
         assert list(dict.fromkeys(phases)) == ["LOADING", "SERVING"]
         with Client(served.address) as client:
@@ -330,7 +329,7 @@ def test_grpcurl_for_operators(model: Path) -> None:
 
 
 def test_weights_on_a_stream_in_python(model: Path, tmp_path: Path) -> None:
-    with Served(model) as served, Client(served.address) as client:
+    with Served(model=str(model)) as served, Client(served.address) as client:
         fingerprint = client.model_info().model.fingerprint
         (*_, last) = served.printed(UPLOAD, tmp_path).splitlines()
         assert last == fingerprint, "the same weights"
@@ -341,7 +340,7 @@ def test_providers_by_files(served: Served, model: Path, tmp_path: Path) -> None
     # Nobody is asked for credentials until somebody asks the provider.
     (tmp_path / "runtimes.toml").write_text(served.replaced(ROUTING.text + PROVIDER.text))
     with (
-        Served(model, "--runtimes", str(tmp_path / "runtimes.toml")) as second,
+        Served(model=str(model), flags=["--runtimes", str(tmp_path / "runtimes.toml")]) as second,
         Client(second.address) as client,
     ):
         listed = client.runner_stub.ListRuntimes(runner_pb2.ListRuntimesRequest()).runtimes
@@ -376,7 +375,7 @@ def test_a_server_that_is_ready_says_what_to_try_next(shipped_gateway: GatewayPr
     assert ready["listen"] == shipped_gateway.address
     program, *words = shlex.split(str(ready["try_next"]))
     assert program == "quire"
-    assert run(sys.executable, "-m", "quire.cli", *words, cwd=ROOT).strip() == "46"
+    assert output_of(sys.executable, "-m", "quire.cli", *words, cwd=ROOT).strip() == "46"
 
 
 # What reads and writes files.

@@ -14,8 +14,9 @@ import quire
 from quire import Client
 
 from tests import quire_command
-from tests.client.pages import PAGES, Block, blocks, run, run_python
+from tests.client.pages import PAGES, Block, blocks, run_python
 from tests.gateway_process import ROOT, GatewayProcess
+from tests.programs import output_of
 
 TARGET = "127.0.0.1:50051"
 QUESTION = "Who is the story about?"
@@ -63,7 +64,7 @@ def test_commands_print_what_is_shown(served: GatewayProcess, block: Block) -> N
         if program == "make":
             assert given == ["serve", "ARGS=--model storyteller"] and not printed
         elif program.endswith("quire"):
-            assert run(*quire_command.command(), *given, "--target", served.address) == printed
+            assert output_of(*quire_command.command(), *given, "--target", served.address) == printed
         else:
             assert program.endswith("python")
             assert run_python(ROOT / given[0], *given[1:]) == printed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from array import array
 from collections.abc import Iterator
@@ -14,17 +13,16 @@ from typing import Any
 
 import pytest
 from quire import AdapterNotFound, Client, InvalidRequest, output_options, tinker
-from transformers import PreTrainedTokenizerFast
 
+from tests import talkers
 from tests.adapter_factory import make_adapter
-from tests.chat_templates import byte_tokenizer
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, make_model
+from tests.model_factory import TinyModel
+from tests.talkers import VOCAB, make_talker
 from tests.tcp_proxy import TcpProxy
 
 TIMEOUT_S = 60.0
 CONTEXT = 120
-VOCAB = 300
 # The model's end token.
 END = 299
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -38,12 +36,8 @@ ROUNDING = 8 * 2.0**-19
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    model = make_model(made / "talker", TinyModel(vocab_size=VOCAB, max_positions=CONTEXT))
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=byte_tokenizer(), eos_token="<end>", extra_special_tokens=["<turn>"]
-    )
-    tokenizer.save_pretrained(model)
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [END]}))
+    spec = TinyModel(vocab_size=VOCAB, max_positions=CONTEXT)
+    model = make_talker(made / "talker", spec, eos_token_id=[END])
     make_adapter(made / "adapters" / "poet", model, 1)
     return made
 
@@ -149,12 +143,12 @@ def test_what_ends_a_sample(sampling_client: tinker.SamplingClient) -> None:
     free = sampling_client.sample(INPUT, 16, params(**hot, stop=[])).result(TIMEOUT_S).sequences
     assert all((len(each.tokens), each.stop_reason) == (60, "length") for each in free)
     tokenizer = sampling_client.get_tokenizer()
-    own_end, turn = map(tokenizer.library.token_to_id, ("<end>", "<turn>"))
+    own_end, turn = map(tokenizer.library.token_to_id, (talkers.END, talkers.START))
     assert own_end is not None and turn is not None
     # The configs name one end token, and the tokenizer another.
     model_ends = {END, own_end}
     stops: list[tuple[Any, set[int]]] = [
-        (None, model_ends), ([7, 8], {*model_ends, 7, 8}), ("<turn>", {*model_ends, turn}),
+        (None, model_ends), ([7, 8], {*model_ends, 7, 8}), (talkers.START, {*model_ends, turn}),
     ]  # fmt: skip
     for stop, ends in stops:
         cut = sampling_client.sample(INPUT, 16, params(**hot, stop=stop)).result(TIMEOUT_S).sequences

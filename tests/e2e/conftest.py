@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire.v1 import executor_pb2 as pb
 
 from tests.conftest import shared
 from tests.gateway_process import GatewayProcess
@@ -57,13 +56,13 @@ def new_cache(tiny_gateway: GatewayProcess) -> Iterator[NewCache]:
     made = []
 
     def make(prompt: Sequence[int]) -> str:
-        answer = tiny_gateway.stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=30)
+        answer = tiny_gateway.prefill(prompt)
         made.append(answer.kv_cache.cache_id)
         return made[-1]
 
     yield make
     for cache_id in made:
-        tiny_gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=30)
+        tiny_gateway.release(cache_id)
 
 
 @pytest.fixture(scope="session")

@@ -7,28 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quire.v1 import executor_pb2 as pb
 
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import load_decoder
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.models.model import AUTO_KV
 
-TIMEOUT_S = 60
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+STEPS = 10
+
+
+class Text:
+    """A cache that is decoded greedily, one token after the other."""
+
+    def __init__(
+        self,
+        gateway: GatewayProcess,
+        adapter_id: str = "",
+        request_id: str = "",
+        prompt: Sequence[int] = PROMPT,
+    ) -> None:
+        self.gateway = gateway
+        self.prompt = list(prompt)
+        response = gateway.prefill(prompt, adapter_id=adapter_id, request_id=request_id)
+        self.reused = response.reused_tokens
+        self.weights = response.kv_cache.weights_version
+        self.cache_id = response.kv_cache.cache_id
+        self.tokens = [response.output.token_id]
+        # Computed again, because no worker had their KV any more.
+        self.replayed_tokens = 0
+
+    def decode(self, steps: int = 1) -> list[int]:
+        """Each step is refused unless all before it are applied, once."""
+        for _ in range(steps):
+            at = len(self.prompt) + len(self.tokens) - 1
+            response = self.gateway.decode(self.cache_id, self.tokens[-1], position=at)
+            self.tokens.append(response.output.token_id)
+            self.weights = response.kv_cache.weights_version
+            self.replayed_tokens += response.replayed_tokens
+        return self.tokens
+
+    def finish(self) -> list[int]:
+        """STEPS tokens."""
+        return self.decode(STEPS - len(self.tokens))
+
+    def release(self) -> None:
+        self.gateway.release(self.cache_id)
 
 
 def decoded(gateway: GatewayProcess, prompt: Sequence[int], count: int) -> list[int]:
     """The tokens behind a prompt, one Decode after the other."""
-    stub = gateway.stub
-    answer = stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=TIMEOUT_S)
-    handle, chosen = answer.kv_cache, [answer.output.token_id]
-    while len(chosen) < count:
-        request = pb.DecodeRequest(cache_id=handle.cache_id, token_id=chosen[-1], position=handle.seq_len)
-        step = stub.Decode(request, timeout=TIMEOUT_S)
-        handle = step.kv_cache
-        chosen.append(step.output.token_id)
-    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=TIMEOUT_S)
-    return chosen
+    text = Text(gateway, prompt=prompt)
+    text.decode(count - 1)
+    text.release()
+    return text.tokens
 
 
 def chosen_here(

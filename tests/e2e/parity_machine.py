@@ -77,7 +77,7 @@ class ParityMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stub = self.harness.gateway.stub
+        self.gateway = self.harness.gateway
         self.held: list[Held] = []
 
     def pick(self, number: int) -> Held:
@@ -132,8 +132,7 @@ class ParityMachine(RuleBasedStateMachine):
     def prefill(self, tokens: list[int], score_from: int | None) -> None:
         if score_from is not None:
             score_from %= len(tokens)
-        request = pb.PrefillRequest(token_ids=tokens, output=self.output, score_from=score_from)
-        answer = self.stub.Prefill(request, timeout=30)
+        answer = self.gateway.prefill(tokens, output=self.output, score_from=score_from)
         self.check_scores(answer, tokens, len(tokens) if score_from is None else max(1, score_from))
         held = Held(answer.kv_cache.cache_id, list(tokens))
         self.held.append(held)
@@ -144,7 +143,7 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(batch=st.lists(prompts, min_size=2, max_size=3))
     def batch_prefill(self, batch: list[list[int]]) -> None:
         items = [pb.PrefillRequest(token_ids=tokens, output=self.output) for tokens in batch]
-        results = self.stub.BatchPrefill(pb.BatchPrefillRequest(items=items), timeout=30).results
+        results = self.gateway.stub.BatchPrefill(pb.BatchPrefillRequest(items=items), timeout=30).results
         for tokens, result in zip(batch, results, strict=True):
             held = Held(result.response.kv_cache.cache_id, list(tokens))
             self.held.append(held)
@@ -158,14 +157,8 @@ class ParityMachine(RuleBasedStateMachine):
         if len(held.tokens) + len(tokens) > MAX_TOKENS:
             return
         position = len(held.tokens)
-        answer = self.stub.Prefill(
-            pb.PrefillRequest(
-                cache_id=held.cache_id,
-                token_ids=tokens,
-                position=position if fenced else None,
-                output=self.output,
-            ),
-            timeout=30,
+        answer = self.gateway.prefill(
+            tokens, cache_id=held.cache_id, position=position if fenced else None, output=self.output
         )
         held.tokens += tokens
         held.last = (position, list(tokens))
@@ -177,10 +170,7 @@ class ParityMachine(RuleBasedStateMachine):
     def decode(self, number: int, token: int) -> None:
         held = self.pick(number)
         position = len(held.tokens)
-        answer = self.stub.Decode(
-            pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=position, output=self.output),
-            timeout=30,
-        )
+        answer = self.gateway.decode(held.cache_id, token, position=position, output=self.output)
         held.tokens.append(token)
         held.last = (position, [token])
         self.check_step(held, answer.kv_cache)
@@ -193,12 +183,7 @@ class ParityMachine(RuleBasedStateMachine):
         held = candidates[number % len(candidates)]
         assert held.last is not None
         position, tokens = held.last
-        answer = self.stub.Prefill(
-            pb.PrefillRequest(
-                cache_id=held.cache_id, token_ids=tokens, position=position, output=self.output
-            ),
-            timeout=30,
-        )
+        answer = self.gateway.prefill(tokens, cache_id=held.cache_id, position=position, output=self.output)
         self.check_step(held, answer.kv_cache)
         self.check_rows([answer.output], held.tokens[: position + len(tokens)])
 
@@ -212,7 +197,7 @@ class ParityMachine(RuleBasedStateMachine):
         middle = len(items) // 2
         if bad:
             items.insert(middle, pb.DecodeRequest(cache_id="kv_unknown", token_id=1))
-        results = list(self.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=30).results)
+        results = list(self.gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=30).results)
         if bad:
             assert results.pop(middle).HasField("error")
         for held, token, result in zip(self.held, tokens, results, strict=False):
@@ -230,7 +215,7 @@ class ParityMachine(RuleBasedStateMachine):
             pb.UnifiedForwardItem(token_ids=chunk, is_final_chunk=False),
             pb.UnifiedForwardItem(token_ids=prompt, output=self.output),
         ]
-        results = self.stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=30).results
+        results = self.gateway.stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=30).results
         held.last = (len(held.tokens), [token])
         held.tokens.append(token)
         answers = [result.response for result in results]
@@ -258,16 +243,8 @@ class ParityMachine(RuleBasedStateMachine):
         fed = [first, *truth, *drafts[len(truth) :]]
         score = len(drafts) % 2 == 0
         mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_ALL
-        answer = self.stub.ForwardVerify(
-            pb.ForwardVerifyRequest(
-                cache_id=held.cache_id,
-                token_ids=fed,
-                position=len(held.tokens),
-                accept=mode,
-                output=self.output,
-                score=score,
-            ),
-            timeout=30,
+        answer = self.gateway.verify(
+            held.cache_id, fed, position=len(held.tokens), accept=mode, output=self.output, score=score
         )
         base = list(held.tokens)
         if score:
@@ -298,16 +275,15 @@ class ParityMachine(RuleBasedStateMachine):
             return truth[depth] if list(path[1:]) == truth[:depth] and depth < 4 else 0
 
         tree = random_tree(dice, base[0], size, VOCAB, right)
-        request = pb.ForwardVerifyRequest(
-            cache_id=held.cache_id,
-            token_ids=tree.token_ids,
+        answer = self.gateway.verify(
+            held.cache_id,
+            tree.token_ids,
             parents=tree.parents,
             position=len(base),
             accept=types_pb2.VERIFY_ACCEPT_GREEDY,
             output=self.output,
             score=score,
         )
-        answer = self.stub.ForwardVerify(request, timeout=30)
         # Each token on its own path.
         leaves = sorted(set(range(size)) - set(tree.parents))
         texts = [base + tree.path(leaf) for leaf in leaves]
@@ -337,8 +313,7 @@ class ParityMachine(RuleBasedStateMachine):
     def truncate(self, number: int, share: float) -> None:
         held = self.pick(number)
         new_len = max(1, round(share * len(held.tokens)))
-        request = pb.TruncateKVRequest(cache_id=held.cache_id, new_len=new_len)
-        answer = self.stub.TruncateKV(request, timeout=30)
+        answer = self.gateway.truncate(held.cache_id, new_len)
         if new_len < len(held.tokens):
             held.last = None
         del held.tokens[new_len:]
@@ -351,7 +326,7 @@ class ParityMachine(RuleBasedStateMachine):
         request = pb.ForkCacheRequest(cache_id=parent.cache_id, count=count)
         if drop_parent:
             request.release.append(parent.cache_id)
-        for handle in self.stub.ForkCache(request, timeout=30).kv_caches:
+        for handle in self.gateway.stub.ForkCache(request, timeout=30).kv_caches:
             child = Held(handle.cache_id, list(parent.tokens))
             self.check_step(child, handle)
             self.held.append(child)
@@ -367,7 +342,7 @@ class ParityMachine(RuleBasedStateMachine):
             request.forks.add(cache_id=parent.cache_id, count=count, position=len(parent.tokens))
         if drop_first:
             request.release.append(parents[0].cache_id)
-        results = self.stub.ForkCaches(request, timeout=30).results
+        results = self.gateway.stub.ForkCaches(request, timeout=30).results
         assert tuple(len(forked.kv_caches) for forked in results) == counts
         for parent, forked in zip(parents, results, strict=True):
             for handle in forked.kv_caches:
@@ -382,13 +357,12 @@ class ParityMachine(RuleBasedStateMachine):
     def release(self, number: int) -> None:
         held = self.pick(number)
         self.held.remove(held)
-        request = pb.ReleaseCacheRequest(cache_id=held.cache_id)
-        assert self.stub.ReleaseCache(request, timeout=30).released
-        assert not self.stub.ReleaseCache(request, timeout=30).released
+        assert self.gateway.release(held.cache_id)
+        assert not self.gateway.release(held.cache_id)
 
     @rule(tokens=prompts)
     def score(self, tokens: list[int]) -> None:
-        answer = self.stub.Forward(pb.ForwardRequest(token_ids=tokens, output=self.output), timeout=30)
+        answer = self.gateway.forward(tokens, output=self.output)
         assert len(answer.outputs) == len(tokens)
         self.check_rows(answer.outputs, tokens)
         self.check_scores(answer, tokens, 1)
@@ -403,7 +377,7 @@ class ParityMachine(RuleBasedStateMachine):
             )
             for choice in choices
         ]
-        results = self.stub.BatchForward(pb.BatchForwardRequest(items=items), timeout=30).results
+        results = self.gateway.stub.BatchForward(pb.BatchForwardRequest(items=items), timeout=30).results
         for choice, result in zip(choices, results, strict=True):
             assert len(result.response.outputs) == len(choice) + 1
             self.check_scores(result.response, context + choice, len(context))
@@ -419,8 +393,7 @@ class ParityMachine(RuleBasedStateMachine):
             return
         expected = self.greedy(held.tokens, count + 1)
         for token, following in itertools.pairwise(expected):
-            request = pb.DecodeRequest(cache_id=held.cache_id, token_id=token, position=len(held.tokens))
-            answer = self.stub.Decode(request, timeout=30)
+            answer = self.gateway.decode(held.cache_id, token, position=len(held.tokens))
             held.last = (len(held.tokens), [token])
             held.tokens.append(token)
             self.check_step(held, answer.kv_cache)
@@ -428,8 +401,8 @@ class ParityMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for held in self.held:
-            self.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=held.cache_id), timeout=30)
-        self.harness.gateway.assert_pools_are_whole()
+            self.gateway.release(held.cache_id)
+        self.gateway.assert_pools_are_whole()
 
 
 def run_parity_machine(

@@ -18,14 +18,13 @@ from quire.v1 import admin_pb2, runner_pb2
 from quire.v1 import executor_pb2 as pb
 
 from tests.adapter_factory import make_adapter, merge
+from tests.e2e.greedy import PROMPT, STEPS, Text
 from tests.error_details import reason_of, refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, hf_greedy, make_model
 
 # Far more than anything takes.
 PATIENCE_S = 60
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
-STEPS = 10
 FLAGS = ["--dtype", "float32", "--kv-pages", "128", "--max-lora-adapters", "2"]
 
 
@@ -79,38 +78,6 @@ def unload(gateway: GatewayProcess, adapter_id: str) -> bool:
 def ids(gateway: GatewayProcess) -> dict[str, admin_pb2.Adapter]:
     listed = gateway.admin.ListAdapters(admin_pb2.ListAdaptersRequest(), timeout=PATIENCE_S)
     return {adapter.adapter_id: adapter for adapter in listed.adapters}
-
-
-class Text:
-    """A cache that is decoded greedily, one token after the other."""
-
-    def __init__(self, gateway: GatewayProcess, adapter_id: str = "", request_id: str = "") -> None:
-        self.gateway = gateway
-        self.prompt = PROMPT
-        request = pb.PrefillRequest(token_ids=PROMPT, adapter_id=adapter_id, request_id=request_id)
-        response = gateway.stub.Prefill(request, timeout=PATIENCE_S)
-        self.reused = response.reused_tokens
-        self.weights = response.kv_cache.weights_version
-        self.cache_id = response.kv_cache.cache_id
-        self.tokens = [response.output.token_id]
-        # Computed again, because no worker had their KV any more.
-        self.replayed_tokens = 0
-
-    def decode(self, steps: int) -> list[int]:
-        for _ in range(steps):
-            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1])
-            response = self.gateway.stub.Decode(request, timeout=PATIENCE_S)
-            self.tokens.append(response.output.token_id)
-            self.weights = response.kv_cache.weights_version
-            self.replayed_tokens += response.replayed_tokens
-        return self.tokens
-
-    def finish(self) -> list[int]:
-        """The tokens up to the length of the references."""
-        return self.decode(STEPS - len(self.tokens))
-
-    def release(self) -> None:
-        self.gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=self.cache_id), timeout=PATIENCE_S)
 
 
 def test_each_cache_has_the_tokens_of_its_adapter(gateway: GatewayProcess, adapted: Adapted) -> None:
@@ -220,8 +187,7 @@ def test_what_cannot_be_loaded_changes_nothing(
     assert ids(gateway) == before
     assert Text(gateway, "kept").finish() == adapted.tokens[1]
     text = Text(gateway)
-    request = pb.PrefillRequest(token_ids=PROMPT, cache_id=text.cache_id, adapter_id="kept")
-    assert refused(lambda: gateway.stub.Prefill(request, timeout=PATIENCE_S)) == bad
+    assert refused(lambda: gateway.prefill(PROMPT, cache_id=text.cache_id, adapter_id="kept")) == bad
 
 
 def texts_of_versions(gateway: GatewayProcess, adapted: Adapted) -> list[Text]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from quire.v1 import admin_pb2
 
-from tests.e2e.test_adapters import FLAGS, PATIENCE_S, PROMPT, STEPS, Text, load
+from tests.e2e.greedy import PROMPT, STEPS, Text
+from tests.e2e.test_adapters import FLAGS, PATIENCE_S, load
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, make_adapter, make_family_model, peft_model

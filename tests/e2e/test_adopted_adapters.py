@@ -8,7 +8,8 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
-from tests.e2e.test_adapters import PATIENCE_S, Adapted, Text, ids, load, texts_of_versions
+from tests.e2e.greedy import Text
+from tests.e2e.test_adapters import PATIENCE_S, Adapted, ids, load, texts_of_versions
 from tests.e2e.test_adoption import Home, home
 from tests.gateway_process import GatewayProcess
 

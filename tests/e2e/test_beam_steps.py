@@ -15,15 +15,6 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SEEDS = [*range(12), 2**64 - 1]
 
 
-def prefill(gateway: GatewayProcess, tokens: list[int], **fields: Any) -> pb.PrefillResponse:
-    return gateway.stub.Prefill(pb.PrefillRequest(token_ids=tokens, **fields), timeout=TIMEOUT_S)
-
-
-def release(gateway: GatewayProcess, cache_ids: list[str]) -> None:
-    for cache_id in cache_ids:
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_samples_are_what_copies_with_these_seeds_draw(
     tiny_gateway: GatewayProcess, temperature: float
@@ -33,9 +24,9 @@ def test_samples_are_what_copies_with_these_seeds_draw(
         allowed = types.TokenMask(allowed=types.TokenIds(ids=range(0, 90, 2)))
         return types.OutputOptions(sampling=sampling, logprob=True, sampled_logprob=True, mask=allowed)
 
-    request = {"output": output(5), "sample_seeds": SEEDS, "request_id": f"samples-{temperature}"}
-    drawn = prefill(tiny_gateway, PROMPT, **request)
-    parent = prefill(tiny_gateway, PROMPT[:-1]).kv_cache.cache_id
+    request: Any = {"output": output(5), "sample_seeds": SEEDS, "request_id": f"samples-{temperature}"}
+    drawn = tiny_gateway.prefill(PROMPT, **request)
+    parent = tiny_gateway.prefill(PROMPT[:-1]).kv_cache.cache_id
     forked = pb.ForkCacheRequest(cache_id=parent, count=len(SEEDS))
     copies = [handle.cache_id for handle in tiny_gateway.stub.ForkCache(forked).kv_caches]
     items = [
@@ -51,9 +42,10 @@ def test_samples_are_what_copies_with_these_seeds_draw(
     for sample, one in zip(drawn.samples, outputs, strict=True):
         assert sample.logprob == pytest.approx(one.logprob, abs=1e-4)
         assert sample.sampled_logprob == pytest.approx(one.sampled_logprob, abs=1e-4)
-    again = prefill(tiny_gateway, PROMPT, **request)
+    again = tiny_gateway.prefill(PROMPT, **request)
     assert again.kv_cache.cache_id == drawn.kv_cache.cache_id and again.samples == drawn.samples
-    fewer = prefill(tiny_gateway, PROMPT, **{**request, "sample_seeds": SEEDS[3:5]})
+    fewer = tiny_gateway.prefill(PROMPT, **{**request, "sample_seeds": SEEDS[3:5]})
     assert list(fewer.samples) == list(drawn.samples[3:5]), "other seeds are drawn for, too"
-    release(tiny_gateway, [parent, *copies, drawn.kv_cache.cache_id])
+    for cache_id in (parent, *copies, drawn.kv_cache.cache_id):
+        tiny_gateway.release(cache_id)
     tiny_gateway.assert_pools_are_whole()

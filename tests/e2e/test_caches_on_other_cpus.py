@@ -32,17 +32,13 @@ def answers(model: Path, data: Path, names: list[str], monkeypatch: pytest.Monke
         monkeypatch.setenv(library.VARIABLE, name)
         with GatewayProcess(model=str(model), flags=flags, forks=False) as gateway:
             if not found:
-                request = pb.PrefillRequest(token_ids=PROMPT, output=WANTED)
-                prefilled = gateway.stub.Prefill(request, timeout=60)
+                prefilled = gateway.prefill(PROMPT, output=WANTED)
                 handle, found = prefilled.kv_cache, [answer_of(prefilled.output)]
             assert (
                 f"cpu-{name}" in gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor.products
             )
             for _ in range(STEPS):
-                decode = pb.DecodeRequest(
-                    cache_id=handle.cache_id, token_id=found[-1][0], position=handle.seq_len, output=WANTED
-                )
-                step = gateway.stub.Decode(decode, timeout=60)
+                step = gateway.decode(handle.cache_id, found[-1][0], position=handle.seq_len, output=WANTED)
                 handle = step.kv_cache
                 found.append(answer_of(step.output))
     return found

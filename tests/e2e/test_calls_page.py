@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,23 @@ from safetensors.torch import save_file
 
 from tests.gateway_process import GatewayProcess
 from tests.grpcurl import GRPCURL, needs_grpcurl
+from tests.programs import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "calls.md"
 ADDRESS = "127.0.0.1:50051"
+# A plugin of protoc and buf, which writes the packages of the files for Go and Java.
+OPTIONS_PLUGIN = """
+import json, os, sys
+from google.protobuf.compiler import plugin_pb2
+
+request = plugin_pb2.CodeGeneratorRequest.FromString(sys.stdin.buffer.read())
+files = [file.options for file in request.proto_file if file.name in request.file_to_generate]
+answer = plugin_pb2.CodeGeneratorResponse(supported_features=1)
+content = json.dumps([(options.go_package, options.java_package) for options in files])
+answer.file.add(name=os.path.basename(sys.argv[0]) + ".json", content=content)
+sys.stdout.buffer.write(answer.SerializeToString())
+"""
 BIN = Path(sys.executable).parent
 BUF = [str(BIN / "buf"), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
@@ -89,30 +103,11 @@ class Line:
         flags = [part for flag in self.flags.items() for part in flag if part]
         return [str(GRPCURL), *flags, self.address, *self.arguments]
 
-    def buf(self) -> list[str]:
-        """What asks the same with buf curl."""
-        url = f"http://{self.address}"
-        if self.arguments[0] == "list":
-            return [*BUF, "--list-methods" if self.arguments[1:] else "--list-services", url]
-        (method,) = self.arguments
-        return [*BUF, "--data", self.flags.get("-d", "{}"), f"{url}/{method}"]
-
-
-def in_camel_case(names: str) -> str:
-    """Names of the page, as buf prints them."""
-    return re.sub(r"(?<=[a-z])_([a-z])", lambda letter: letter[1].upper(), names)
-
-
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
-    return done.stdout
-
 
 def answers(command: list[str], *, ends_by_itself: bool) -> list[Any]:
     """The messages of the answer; of one that does not end, the first."""
     if ends_by_itself:
-        return messages(run(command))
+        return messages(output_of(*command))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         output = ""
@@ -151,14 +146,11 @@ def value_at(message: Any, path: str) -> str:
     return str(message)
 
 
-# What buf curl does otherwise: test_reflection.py.
-@pytest.mark.parametrize(
-    "tool",
-    [pytest.param("grpcurl", marks=needs_grpcurl), pytest.param("buf", marks=pytest.mark.thorough)],
-)
-def test_each_line_does_what_the_page_says(tmp_path: Path, tool: str) -> None:
+# With buf curl: test_reflection.py.
+@needs_grpcurl
+def test_each_line_does_what_the_page_says(tmp_path: Path) -> None:
     with GatewayProcess(model="adder") as gateway:
-        follow_the_page(gateway, {"ADAPTER": str(adapter(tmp_path))}, tool)
+        follow_the_page(gateway, {"ADAPTER": str(adapter(tmp_path))})
         assert gateway.process.wait(TIMEOUT_S) == 0, "the last line ends the server"
 
 
@@ -177,15 +169,12 @@ def adapter(directory: Path) -> Path:
     return directory
 
 
-def follow_the_page(gateway: GatewayProcess, variables: dict[str, str], tool: str) -> None:
+def follow_the_page(gateway: GatewayProcess, variables: dict[str, str]) -> None:
     """Runs each line of the page. `variables` has what the page does not take from an answer; mutated."""
     for call in calls():
         line = re.sub(r"\$([A-Z_]+)", lambda name: variables[name[1]], call.line)
         assert line.split()[-1] == call.method
-        parsed = Line.of(line, gateway.address)
-        if tool == "buf":
-            call.answer = in_camel_case(call.answer)
-        command = parsed.buf() if tool == "buf" else parsed.grpcurl()
+        command = Line.of(line, gateway.address).grpcurl()
         answered = answers(command, ends_by_itself="-max-time" not in line)
         promised = set(re.findall(r"`(\w+)`", call.answer))
         missing = promised - set().union(*(names_in(message) for message in answered))
@@ -194,10 +183,16 @@ def follow_the_page(gateway: GatewayProcess, variables: dict[str, str], tool: st
             variables[name] = value_at(answered[0], path)
 
 
+def listed_with_buf(line: str, address: str) -> set[str]:
+    """What a line of the page lists: the services, or the methods of one."""
+    what = "--list-methods" if Line.of(line, address).arguments[1:] else "--list-services"
+    return set(output_of(*BUF, what, f"http://{address}").split())
+
+
 def test_every_public_call_is_on_the_page_once(shipped_gateway: GatewayProcess) -> None:
     text = PAGE.read_text(encoding="utf-8")
     listings = re.findall(r"^grpcurl .+ list.*$", text, re.MULTILINE)
-    services, methods = (set(run(Line.of(line, shipped_gateway.address).buf()).split()) for line in listings)
+    services, methods = (listed_with_buf(line, shipped_gateway.address) for line in listings)
     told = [call.method for call in calls()]
     served = {name for name in methods if not name.startswith(REFLECTION)}
     assert len(told) == len(set(told)) and set(told) == served
@@ -214,21 +209,42 @@ def test_the_protos_need_nothing_else(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
     commands = "set -e\n" + "\n".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL))
     path = f"{compiler.parent}:{BIN}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", commands],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+    output_of("bash", "-c", commands, cwd=tmp_path, env=os.environ | {"PATH": path})
+    generated = {path.stem: path.read_text() for path in (tmp_path / "gen").rglob("*_pb2.py")}
+    assert {"admin_pb2", "executor_pb2", "runner_pb2", "types_pb2", "status_pb2"} <= set(generated)
+    imports = re.findall(
+        r"^from (?:quire.v1|google.rpc) import (\w+)", "\n".join(generated.values()), re.MULTILINE
     )
-    assert done.returncode == 0, done.stderr
-    generated = {path.name for path in (tmp_path / "gen").rglob("*_pb2.py")}
-    names = ("admin", "executor", "runner", "types", "status", "error_details")
-    assert generated == {f"{name}_pb2.py" for name in names}
+    assert set(imports) <= set(generated), "they can be imported"
     assert (tmp_path / "gen" / "quire.binpb").stat().st_size
     assert (tmp_path / "gen" / "quire" / "v1" / "executor_pb2.pyi").exists()
+
+
+def test_buf_names_the_package_that_go_needs(tmp_path: Path) -> None:
+    """By the file that docs/clients.md shows, with plugins that print what those of Go and Java read."""
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "buf.gen.yaml").write_text(textwrap.dedent(shown))
+    for name in ("protoc-gen-go", "protoc-gen-go-grpc"):
+        plugin = tmp_path / name
+        plugin.write_text(f"#!{sys.executable}\n{OPTIONS_PLUGIN}")
+        plugin.chmod(0o755)
+    command = [
+        str(BIN / "buf"),
+        "generate",
+        str(ROOT / "protos"),
+        "--path",
+        str(ROOT / "protos" / "quire" / "v1"),
+    ]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    packages = json.loads((tmp_path / "gen" / "protoc-gen-go.json").read_text())
+    assert len(packages) == len([*(ROOT / "protos" / "quire" / "v1").glob("*.proto")])
+    assert {go for go, _ in packages} == {"example.com/me/gen/quire/v1;quirev1"}
+    assert all(java for _, java in packages)
 
 
 @pytest.mark.parametrize("module", [status_pb2, error_details_pb2], ids=["status", "error_details"])

@@ -28,12 +28,13 @@ from transformers import AutoTokenizer
 
 from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
-from tests.e2e.test_adapters import Text
-from tests.e2e.test_openai import HttpGateway
+from tests.e2e.greedy import Text
 from tests.expert_routing import library_experts
 from tests.families import settings_of
 from tests.gateway_process import ROOT, GatewayProcess
+from tests.http_gateway import HttpGateway
 from tests.model_factory import TinyModel, hf_greedy, make_family_model, make_model
+from tests.programs import output_of
 from tests.service.extensions.openai.test_tools import answering
 
 SCRIPTS = Path(__file__).with_name("client_scripts.py")
@@ -75,20 +76,13 @@ def python_of(environment: str) -> Path:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with HttpGateway(model="storyteller", flags=["--openai-listen", "127.0.0.1:0"]) as gateway:
-        yield f"http://127.0.0.1:{gateway.port}/v1"
+    with HttpGateway(model="storyteller") as gateway:
+        yield gateway.url
 
 
 @pytest.mark.parametrize("name", WITH_MODEL)
 def test_what_is_forced(url: str, name: str) -> None:
-    done = subprocess.run(
-        [python_of(WITH_MODEL[name]), SCRIPTS, name, url],
-        timeout=TIMEOUT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(python_of(WITH_MODEL[name]), SCRIPTS, name, url)
 
 
 @pytest.mark.parametrize("name", WITH_SCRIPT)
@@ -108,9 +102,7 @@ def test_a_visitor_of_the_page(url: str) -> None:
     python, chromium = python_of("browser"), shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("there is no Chromium")
-    command = [str(python), str(SCRIPTS.with_name("page_script.py")), chromium, url.removesuffix("v1")]
-    done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of(python, SCRIPTS.with_name("page_script.py"), chromium, url.removesuffix("v1"))
 
 
 def test_a_trainer_of_trl(tmp_path: Path) -> None:
@@ -120,17 +112,9 @@ def test_a_trainer_of_trl(tmp_path: Path) -> None:
     with GatewayProcess(model="storyteller", flags=["--dtype", "float32"]) as gateway:
         text = block.text.replace("127.0.0.1:50051", gateway.address)
         program.write_text(text.replace('"workers/', f'"{ROOT}/workers/'), encoding="utf-8")
-        done = subprocess.run(
-            [python, SCRIPTS.with_name("trl_script.py"), program],
-            timeout=TIMEOUT_S,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
-    assert done.returncode == 0, done.stderr
-    printed = [line for line in done.stdout.splitlines() if line.startswith(('{"', "["))]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        output = output_of(python, SCRIPTS.with_name("trl_script.py"), program, cwd=tmp_path, env=offline)
+    printed = [line for line in output.splitlines() if line.startswith(('{"', "["))]
     *steps, rewards = map(json.loads, printed)
     assert len(steps) == len(rewards) == 20
     for step in steps:
@@ -148,18 +132,11 @@ def test_routed_experts_of_rollouts(tmp_path: Path) -> None:
     model_type, settings = settings_of("qwen3_moe")
     model = make_family_model(tmp_path, model_type, {**settings, "vocab_size": len(tokenizer)})
     tokenizer.save_pretrained(model)
-    flags = ["--dtype", "float32", "--openai-listen", "127.0.0.1:0", "--openai-routed-experts", "raw"]
+    flags = ["--dtype", "float32", "--openai-routed-experts", "raw"]
     with HttpGateway(model=str(model), flags=flags) as gateway:
-        done = subprocess.run(
-            [python, SCRIPTS, "verifiers", f"http://127.0.0.1:{gateway.port}/v1", str(model)],
-            timeout=TIMEOUT_S,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
+        output = output_of(python, SCRIPTS, "verifiers", gateway.url, model)
     # The random model writes what its tokenizer divides in another way: the second turn is another branch.
-    branches = json.loads(done.stdout.splitlines()[-1])
+    branches = json.loads(output.splitlines()[-1])
     assert len(branches) == 2
     for tokens, experts in branches:
         # No forward has read the last one: it has a copy of those before it.
@@ -177,16 +154,9 @@ def test_a_trainer_of_prime_rl(tmp_path: Path) -> None:
     weights.mkdir()
     shutil.copy(new / "model.safetensors", weights)
     make_adapter(adapter, new, seed=1)
-    flags = ["--dtype", "float32", "--openai-listen", "127.0.0.1:0", "--openai-weight-transfer", "filesystem"]
+    flags = ["--dtype", "float32", "--openai-weight-transfer", "filesystem"]
     with HttpGateway(model=str(old), flags=flags) as gateway:
-        done = subprocess.run(
-            [python, SCRIPTS, "prime_rl", f"http://127.0.0.1:{gateway.port}/v1", sources, weights, adapter],
-            timeout=TIMEOUT_S,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        output_of(python, SCRIPTS, "prime_rl", gateway.url, sources, weights, adapter)
         for adapter_id, served in (("", new), ("policy", merge(tmp_path / "merged", new, adapter))):
             text = Text(gateway, adapter_id)
             assert text.finish() == hf_greedy(served, text.prompt, len(text.tokens))

@@ -20,11 +20,11 @@ import torch
 from quire.errors import from_rpc_error
 from quire.v1 import admin_pb2, executor_pb2, types_pb2
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import byte_tokenizer
-from tests.e2e.test_openai import HttpGateway
+from tests.http_gateway import HttpGateway
 from tests.model_factory import TinyModel, hf_logits, hf_states, make_model, pooled_by
+from tests.talkers import make_talker, save_tokenizer
 
 # Longer ones than a step, so that chunks are pooled; 1 is the shortest.
 STEP_TOKENS, PAGES = 32, 512
@@ -43,9 +43,7 @@ POOLINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = make_model(tmp_path_factory.mktemp("model") / "embedder", TinyModel(vocab_size=300))
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(directory)  # type: ignore[no-untyped-call]
-    return directory
+    return make_talker(tmp_path_factory.mktemp("model") / "embedder")
 
 
 @pytest.fixture(scope="module", params=POOLINGS)
@@ -57,7 +55,7 @@ def served(model: Path, request: pytest.FixtureRequest) -> Iterator[tuple[HttpGa
         "word_embedding_dimension": WIDTH,
     }
     pooled_by(model, old if pooling == "mean" else {"pooling_mode": pooling}, "Normalize")
-    flags = ["--dtype", "float32", "--kv-pages", str(PAGES), "--openai-listen", "127.0.0.1:0"]
+    flags = ["--dtype", "float32", "--kv-pages", str(PAGES)]
     flags += ["--max-batch-tokens", str(STEP_TOKENS), "--max-response-bytes", str(RESPONSE_BYTES)]
     with HttpGateway(model=str(model), flags=flags) as gateway:
         yield gateway, pooling
@@ -159,7 +157,7 @@ def test_documents_are_ordered_by_their_cosine(served: tuple[HttpGateway, str]) 
     with quire.Client(gateway.address) as client:
         vectors = torch.tensor(client.embed(TEXTS), dtype=torch.float64)
     cosines = (vectors[1:] @ vectors[0]).tolist()
-    with httpx2.Client(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+    with httpx2.Client(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as http:
         documents = [TEXTS[1], *({"text": text} for text in TEXTS[2:])]
         asked = {"model": "local", "query": TEXTS[0], "documents": documents}
         results = http.post("/v1/rerank", json={**asked, "top_n": 3}).json()["results"]
@@ -195,8 +193,7 @@ YES, NO = 57, 45
 def test_a_model_that_reads_both_texts(tmp_path: Path) -> None:
     """How likely it says yes, as the logits of the transformers library have it."""
     directory = make_model(tmp_path / "judge", TinyModel(vocab_size=300))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), chat_template=RERANKER)  # type: ignore[no-untyped-call]
-    tokenizer.save_pretrained(directory)
+    save_tokenizer(directory, chat_template=RERANKER)
     types = [f"sentence_transformers.{name}" for name in ("Transformer", "cross_encoder.LogitScore")]
     paths = ["", "1_LogitScore"]
     modules = [{"idx": n, "path": paths[n], "type": types[n]} for n in range(2)]
@@ -209,10 +206,10 @@ def test_a_model_that_reads_both_texts(tmp_path: Path) -> None:
         prompt = f"<query>fox\n<document>{document}\nYes or no?"
         logits = hf_logits(directory, byte_tokenizer().encode(prompt).ids)[-1]
         wanted.append(torch.sigmoid(logits[YES] - logits[NO]).item())
-    flags = ["--dtype", "float32", "--kv-pages", str(PAGES), "--openai-listen", "127.0.0.1:0"]
+    flags = ["--dtype", "float32", "--kv-pages", str(PAGES)]
     with (
         HttpGateway(model=str(directory), flags=flags) as gateway,
-        httpx2.Client(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http,
+        httpx2.Client(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as http,
     ):
         asked: dict[str, Any] = {"model": "local", "query": "fox", "documents": documents}
         answer = http.post("/v1/rerank", json=asked).json()

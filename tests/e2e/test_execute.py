@@ -9,6 +9,7 @@ import math
 import random
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,7 @@ import pytest
 import quire
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
-from quire.v1 import admin_pb2, runner_pb2, types_pb2
-from quire.v1 import executor_pb2 as pb
+from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 
 from tests.error_details import refused, status_reason
 from tests.gateway_process import GatewayProcess
@@ -69,15 +69,12 @@ def driven(
     gateway: GatewayProcess, prompt: Sequence[int], count: int, output: types_pb2.OutputOptions
 ) -> list[types_pb2.StepOutput]:
     """What a client's own loop of Decodes gets."""
-    stub = gateway.stub
-    answer = stub.Prefill(pb.PrefillRequest(token_ids=prompt, output=output), timeout=PATIENCE_S)
-    cache, outputs = answer.kv_cache, [answer.output]
+    answer = gateway.prefill(prompt, output=output)
+    cache_id, outputs = answer.kv_cache.cache_id, [answer.output]
     for position in range(len(prompt), len(prompt) + count - 1):
-        request = pb.DecodeRequest(
-            cache_id=cache.cache_id, token_id=outputs[-1].token_id, position=position, output=output
-        )
-        outputs.append(stub.Decode(request, timeout=PATIENCE_S).output)
-    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache.cache_id), timeout=PATIENCE_S)
+        step = gateway.decode(cache_id, outputs[-1].token_id, position=position, output=output)
+        outputs.append(step.output)
+    gateway.release(cache_id)
     return outputs
 
 
@@ -406,14 +403,24 @@ def test_what_is_kept_can_be_ended(tiny_gateway: GatewayProcess) -> None:
     tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
 
 
-def test_what_is_kept_and_was_read_to_its_end_holds_no_cache(tiny_gateway: GatewayProcess) -> None:
-    before = tiny_gateway.status().caches
-    request = kept("read", *long_items())
-    whole = gather(tiny_gateway.runner.Execute(request, timeout=PATIENCE_S))
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_caches_that_nobody_can_continue_are_soon_gone_if_the_server_is_killed(
+    tiny_gateway: GatewayProcess, is_kept: bool
+) -> None:
+    """Before, they took places for half an hour, as those that a client may still resume."""
+    request = kept("lease", *long_items()) if is_kept else runner_pb2.ExecuteRequest(items=long_items())
+    listed, before = executor_pb2.ListCachesRequest(), tiny_gateway.status().caches
+    leases_s: list[float] = []
+    while not leases_s:
+        call = tiny_gateway.runner.Execute(request, timeout=PATIENCE_S)
+        next(call)
+        handles = tiny_gateway.stub.ListCaches(listed, timeout=PATIENCE_S).kv_caches
+        leases_s = [handle.expire_time.ToNanoseconds() / 1e9 - time.time() for handle in handles]
+        call.cancel()
+    if is_kept:
+        end(tiny_gateway, request)
     tiny_gateway.wait_until(lambda: tiny_gateway.status().caches == before)
-    # It can be read again all the same.
-    assert go_on(tiny_gateway, request, {}) == {key: tokens(chunks) for key, chunks in whole.items()}
-    end(tiny_gateway, request)
+    assert [lease_s > 600 for lease_s in leases_s] == [is_kept] * len(leases_s)
 
 
 def test_an_execution_goes_on_after_kills_and_an_orderly_restart(

@@ -220,6 +220,16 @@ def test_the_number_of_gateways_is_that_of_the_data_directory(tmp_path: Path) ->
         assert "the caches in" in again.log() and "are of 2" in again.log()
 
 
+def test_a_gateway_whose_journal_is_refused_says_so(tmp_path: Path) -> None:
+    """Before, that another process had its address, which its parent holds for all."""
+    (tmp_path / "shards" / "0").mkdir(parents=True, mode=0o700)
+    (tmp_path / "shards" / "0" / "journal").write_text("no directory")
+    server = SeveralGateways(2, tmp_path)
+    assert server.process.wait(60) == 1
+    errors = [record for record in server.records() if record["level"] == "error"]
+    assert [error["event"] for error in errors] == ["cannot use the journal"], errors
+
+
 def test_operators_of_all_gateways(server: SeveralGateways) -> None:
     """Of the gateway that a connection leads to: Warmup waits for its workers, and Drain replaces them."""
     admins = [admin_pb2_grpc.AdminServiceStub(server.connect()) for _ in range(8)]

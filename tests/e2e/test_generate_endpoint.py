@@ -11,30 +11,28 @@ from typing import Any
 
 import pytest
 from quire import AdapterNotFound, Client, output_options
-from transformers import PreTrainedTokenizerFast
 
 from tests.adapter_factory import make_adapter
 from tests.chat_templates import byte_tokenizer
-from tests.e2e.test_openai import HttpGateway
+from tests.http_gateway import HttpGateway
 from tests.model_factory import TinyModel, make_model
+from tests.talkers import VOCAB, make_talker
 
 TIMEOUT_S = 60.0
 CONTEXT = 200
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 COUNT = 12
+SPEC = TinyModel(vocab_size=VOCAB, max_positions=CONTEXT)
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpGateway]:
     directory = tmp_path_factory.mktemp("model")
-    model = make_model(directory / "talker", TinyModel(vocab_size=300, max_positions=CONTEXT))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())  # type: ignore[no-untyped-call]
-    tokenizer.save_pretrained(model)
     # What a model recommends is not used for tokens.
     settings = {"eos_token_id": [299], "temperature": 0.3, "top_k": 1}
-    (model / "generation_config.json").write_text(json.dumps(settings))
+    model = make_talker(directory / "talker", SPEC, **settings)
     adapter = make_adapter(directory / "adapters" / "poet", model, 1)
-    flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
+    flags = ["--dtype", "float32", "--kv-pages", "512"]
     with HttpGateway(model=str(model), flags=[*flags, "--adapters", str(adapter.parent)]) as gateway:
         yield gateway
 
@@ -50,7 +48,7 @@ def client(gateway: HttpGateway) -> Iterator[Client]:
 def post(gateway: HttpGateway, settings: dict[str, Any], **fields: Any) -> tuple[int, bytes]:
     """The status and the body of the response."""
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": COUNT, **settings}, **fields}
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.http_port, timeout=TIMEOUT_S)
     headers = {"content-type": "application/json"}
     with contextlib.closing(connection):
         connection.request("POST", "/inference/v1/generate", json.dumps(body), headers)
@@ -148,8 +146,8 @@ def test_samples_are_those_of_execute(gateway: HttpGateway, client: Client) -> N
 
 
 def test_processed_logprobs_are_those_that_decodes_return(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "talker", TinyModel(vocab_size=300, max_positions=CONTEXT))
-    flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
+    model = make_model(tmp_path / "talker", SPEC)
+    flags = ["--dtype", "float32", "--kv-pages", "512"]
     flags += ["--openai-logprobs-mode", "processed_logprobs"]
     drawn: Any = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7}
     with HttpGateway(model=str(model), flags=flags) as gateway, Client(gateway.address) as client:

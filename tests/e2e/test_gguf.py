@@ -134,8 +134,7 @@ def test_a_converted_model_is_whole_or_not_there(tmp_path: Path, capsys: pytest.
     out = tmp_path / "model.gguf"
 
     def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = quire_command.command("convert", *map(str, arguments))
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return quire_command.completed("convert", *map(str, arguments))
 
     done = convert(model, out, "--quantization", "q8_0")
     assert done.returncode == 0 and f"quire: {out} has 0 MB" in done.stderr, done.stderr

@@ -49,13 +49,10 @@ def test_number_formats(tiny_gateway: GatewayProcess, cache: str) -> None:
         (types_pb2.DATA_TYPE_BF16, torch.bfloat16),
         (types_pb2.DATA_TYPE_F16, torch.float16),
     ):
-        request = pb.DecodeRequest(
-            cache_id=cache, token_id=1, position=len(PROMPT), output=hidden(1, dtype=dtype)
-        )
-        (tensor,) = tiny_gateway.stub.Decode(request, timeout=TIMEOUT_S).output.hidden
-        tiny_gateway.stub.TruncateKV(
-            pb.TruncateKVRequest(cache_id=cache, new_len=len(PROMPT)), timeout=TIMEOUT_S
-        )
+        (tensor,) = tiny_gateway.decode(
+            cache, 1, position=len(PROMPT), output=hidden(1, dtype=dtype)
+        ).output.hidden
+        tiny_gateway.truncate(cache, len(PROMPT))
         assert tensor.dtype == dtype
         row = values(tensor)
         exact = row if exact is None else exact
@@ -68,14 +65,12 @@ def test_what_is_not_there_is_refused(
     capabilities = pb.GetCapabilitiesRequest()
     assert tiny_gateway.stub.GetCapabilities(capabilities).executor.supports_hidden_states
     assert not weightless_gateway.stub.GetCapabilities(capabilities).executor.supports_hidden_states
-    request = pb.DecodeRequest(cache_id=cache, token_id=1, output=hidden(0, LAYERS, LAYERS + 1))
     with pytest.raises(grpc.RpcError) as failed:
-        tiny_gateway.stub.Decode(request, timeout=TIMEOUT_S)
+        tiny_gateway.decode(cache, 1, output=hidden(0, LAYERS, LAYERS + 1))
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     refused = from_rpc_error(failed.value)
     assert refused.reason == "BAD_OUTPUT" and refused.violations[0][0] == "output.hidden.layers[2]"
-    prefill = pb.PrefillRequest(token_ids=PROMPT, output=hidden())
     with pytest.raises(grpc.RpcError) as failed:
-        weightless_gateway.stub.Prefill(prefill, timeout=TIMEOUT_S)
+        weightless_gateway.prefill(PROMPT, output=hidden())
     assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert from_rpc_error(failed.value).reason == "UNSUPPORTED_BY_EXECUTOR"

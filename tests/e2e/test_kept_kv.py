@@ -13,7 +13,7 @@ from quire import Client
 from quire.v1 import admin_pb2
 from quire.v1 import executor_pb2 as pb
 
-from tests.e2e.test_adapters import PROMPT, Text
+from tests.e2e.greedy import PROMPT, Text
 from tests.e2e.test_replace_weights import replace, serve
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, hf_model
@@ -68,8 +68,7 @@ def test_caches_continue_with_the_kv_that_they_have(gateway: GatewayProcess, mod
     text.decode(STEPS)
     assert text.tokens == [*said, *kept]
     assert (text.weights, text.replayed_tokens) == (first + 1, 0)
-    again = pb.PrefillRequest(token_ids=[*computed, said[-1]])
-    fresh = gateway.stub.Prefill(again, timeout=PATIENCE_S)
+    fresh = gateway.prefill([*computed, said[-1]])
     assert (fresh.reused_tokens, fresh.output.token_id) == (0, recomputed[0])
     branch = Text(gateway)
     branch.release()
@@ -81,8 +80,7 @@ def test_caches_continue_with_the_kv_that_they_have(gateway: GatewayProcess, mod
     assert lost.tokens == [*said, *recomputed] and lost.replayed_tokens >= len(computed)
     for each in (text, branch, lost):
         each.release()
-    release = pb.ReleaseCacheRequest(cache_id=fresh.kv_cache.cache_id)
-    gateway.stub.ReleaseCache(release, timeout=PATIENCE_S)
+    gateway.release(fresh.kv_cache.cache_id)
 
 
 def test_recurrent_states_are_kept_too(tmp_path: Path) -> None:

@@ -36,8 +36,7 @@ def test_kv_comes_back_after_a_crash_of_the_gateway_and_all_workers(home: Home, 
         home.note_workers(second)
         replayed = 0
         for text, cache in zip(TEXTS, caches, strict=True):
-            decode = pb.DecodeRequest(cache_id=cache, token_id=7, position=len(text), output=TOP)
-            answer = second.stub.Decode(decode, timeout=TIMEOUT_S)
+            answer = second.decode(cache, 7, position=len(text), output=TOP)
             replayed += answer.replayed_tokens
             assert list(answer.output.top.logprobs) == top_logprobs_after([*text, 7])
         used = [worker.kv_disk for worker in second.status().workers]
@@ -49,7 +48,7 @@ def test_kv_comes_back_after_a_crash_of_the_gateway_and_all_workers(home: Home, 
         assert replayed == computed_tokens(second) - len(TEXTS), "the rest was read"
         assert all(not one.stopped and 0 < one.bytes <= one.max_bytes == 10**8 for one in used)
         for cache in caches:
-            second.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache), timeout=TIMEOUT_S)
+            second.release(cache)
         second.assert_pools_are_whole()
 
 

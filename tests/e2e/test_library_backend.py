@@ -36,7 +36,7 @@ def test_tokens_are_those_of_transformers_and_callers_are_told_why_it_runs_the_m
         (tmp_path / "adapter_config.json").write_text("{}")
         (tmp_path / "adapter_model.safetensors").write_bytes(b"")
         for ask in (
-            lambda: gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1], adapter_id="mine")),
+            lambda: gateway.prefill([1], adapter_id="mine"),
             lambda: gateway.admin.LoadAdapter(iter([load])),
         ):
             with pytest.raises(grpc.RpcError) as refused:

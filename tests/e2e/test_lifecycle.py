@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc as pb_grpc
 
 from service.config import Config
 from service.gateway import Gateway
@@ -29,39 +27,17 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def serve_until_it_ends(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = quire_command.command("serve", "--no-self-check", *flags)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_the_gateway_is_small(shipped_gateway: GatewayProcess) -> None:
     assert shipped_gateway.status().memory_bytes < MAX_GATEWAY_BYTES
     assert psutil.Process(shipped_gateway.process.pid).memory_info().rss < MAX_GATEWAY_BYTES
 
 
 def test_a_second_server_on_the_same_port_fails(shipped_gateway: GatewayProcess) -> None:
-    done = serve_until_it_ends("--listen", shipped_gateway.address, "--model", "paged-attention")
+    flags = ["--no-self-check", "--listen", shipped_gateway.address, "--model", "paged-attention"]
+    done = quire_command.completed("serve", *flags)
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
     assert shipped_gateway.status().state == pb.SERVER_STATE_SERVING
-
-
-def test_a_unix_socket_stays_the_first_servers(tmp_path: Path) -> None:
-    listen = f"unix:{tmp_path / 'socket'}"
-    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64", "--listen", listen]) as gateway:
-        cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2]), timeout=60).kv_cache
-        flags = ["--model", "paged-attention", "--journal", "memory"]
-        done = serve_until_it_ends("--listen", listen, *flags)
-        assert done.returncode == 1 and "another process has this address" in done.stderr
-        with gateway.connect() as channel:
-            stub = pb_grpc.ModelExecutorServiceStub(channel)
-            assert (
-                stub.Decode(
-                    pb.DecodeRequest(cache_id=cache.cache_id, token_id=3), timeout=60
-                ).kv_cache.seq_len
-                == 3
-            )
-    assert not list(tmp_path.glob("socket*"))
 
 
 def test_a_unix_socket_is_the_first_servers_before_that_listens(
@@ -128,7 +104,7 @@ def test_draining_finishes_what_has_begun() -> None:
             assert port.get("/readyz") == (503, "draining\n")
             assert port.get("/healthz") == (200, "ok\n")
             # The lame-duck delay: still taken.
-            late = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]), timeout=100)
+            late = gateway.prefill([1])
             assert late.kv_cache.seq_len == 1
             assert call.result().kv_cache.seq_len == len(prompt)
             assert lane.take(1)[1].prefill.kv_cache.seq_len == len(prompt) - 1

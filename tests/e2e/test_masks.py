@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import runner_pb2, types_pb2
 
+from tests.e2e.conftest import NewCache
 from tests.gateway_process import GatewayProcess
 from tests.masks import forms
 
@@ -17,36 +17,23 @@ VOCAB = 97
 TIMEOUT_S = 30
 
 
-@pytest.fixture
-def caches(tiny_gateway: GatewayProcess) -> Iterator[list[str]]:
-    """Four caches that hold PROMPT. Released at the end: other tests check for empty pools."""
-    stub = tiny_gateway.stub
-    first = stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S).kv_cache.cache_id
-    others = stub.ForkCache(pb.ForkCacheRequest(cache_id=first, count=3), timeout=TIMEOUT_S).kv_caches
-    made = [first, *(cache.cache_id for cache in others)]
-    yield made
-    for cache_id in made:
-        stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
-
-
 @pytest.mark.parametrize("count", [3, 96])
-def test_each_item_has_its_own_mask(tiny_gateway: GatewayProcess, caches: list[str], count: int) -> None:
+def test_each_item_has_its_own_mask(tiny_gateway: GatewayProcess, new_cache: NewCache, count: int) -> None:
     """In every call: decodes, prefills, a verify and its rows, mixed steps, scorings, executions."""
-    stub = tiny_gateway.stub
     allowed = set(random.Random(count).sample(range(VOCAB), count))
     masks = forms(allowed, VOCAB, words=count % 2 == 0)
     sampling = types_pb2.SamplingParams(temperature=2.0, seed=count)
     outputs = [types_pb2.OutputOptions(mask=mask, sampling=sampling) for mask in masks]
-    pairs = list(zip(caches, outputs, strict=True))
+    pairs = [(new_cache(PROMPT), output) for output in outputs]
 
     decodes = [pb.DecodeRequest(cache_id=cache, token_id=3, output=output) for cache, output in pairs]
-    decoded = stub.BatchDecode(pb.BatchDecodeRequest(items=decodes), timeout=TIMEOUT_S)
+    decoded = tiny_gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=decodes), timeout=TIMEOUT_S)
     prefills = [pb.PrefillRequest(cache_id=cache, token_ids=[3, 4], output=output) for cache, output in pairs]
-    prefilled = stub.BatchPrefill(pb.BatchPrefillRequest(items=prefills), timeout=TIMEOUT_S)
+    prefilled = tiny_gateway.stub.BatchPrefill(pb.BatchPrefillRequest(items=prefills), timeout=TIMEOUT_S)
     items = [pb.UnifiedForwardItem(cache_id=cache, token_ids=[6], output=output) for cache, output in pairs]
-    unified = stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=TIMEOUT_S)
+    unified = tiny_gateway.stub.UnifiedForward(pb.UnifiedForwardRequest(items=items), timeout=TIMEOUT_S)
     scorings = [pb.ForwardRequest(token_ids=PROMPT, score_from=5, output=output) for output in outputs]
-    scored = stub.BatchForward(pb.BatchForwardRequest(items=scorings), timeout=TIMEOUT_S)
+    scored = tiny_gateway.stub.BatchForward(pb.BatchForwardRequest(items=scorings), timeout=TIMEOUT_S)
     choices = [
         [result.response.output.token_id for result in answer.results]
         for answer in (decoded, prefilled, unified)
@@ -56,14 +43,9 @@ def test_each_item_has_its_own_mask(tiny_gateway: GatewayProcess, caches: list[s
     for row in range(5):
         of_row = []
         for cache, output in pairs:
-            verify = pb.ForwardVerifyRequest(
-                cache_id=cache,
-                token_ids=[row],
-                rows=rows[row : row + 1],
-                output=output,
-                accept=types_pb2.VERIFY_ACCEPT_ALL,
+            answer = tiny_gateway.verify(
+                cache, [row], rows=rows[row : row + 1], output=output, accept=types_pb2.VERIFY_ACCEPT_ALL
             )
-            answer = stub.ForwardVerify(verify, timeout=TIMEOUT_S)
             of_row.append(answer.outputs[0].token_id)
         choices.append(of_row)
     executed = runner_pb2.ExecuteRequest(

@@ -56,7 +56,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 def decode(gateway: GatewayProcess, cache_id: str, times: int) -> None:
     for _ in range(times):
-        gateway.stub.Decode(pb.DecodeRequest(cache_id=cache_id, token_id=3))
+        gateway.decode(cache_id, 3)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def gateway() -> Iterator[GatewayProcess]:
 
 
 def prefill(gateway: GatewayProcess, tokens: int = 4) -> str:
-    return str(gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1] * tokens)).kv_cache.cache_id)
+    return str(gateway.prefill([1] * tokens).kv_cache.cache_id)
 
 
 def test_counts_are_what_callers_did(gateway: GatewayProcess) -> None:
@@ -80,13 +80,10 @@ def test_counts_are_what_callers_did(gateway: GatewayProcess) -> None:
     calls = [pb.SessionCall(tag=index, decode=item) for index, item in enumerate(items)]
     answers = gateway.stub.Session(iter([pb.SessionRequest(calls=calls)]))
     assert sum(len(message.results) for message in answers) == 3
-    verify = pb.ForwardVerifyRequest(
-        cache_id=caches[0], token_ids=[1, 2, 3, 4], accept=types_pb2.VERIFY_ACCEPT_ALL
-    )
-    gateway.stub.ForwardVerify(verify)
+    gateway.verify(caches[0], [1, 2, 3, 4], accept=types_pb2.VERIFY_ACCEPT_ALL)
     for _ in range(4):
         with pytest.raises(grpc.RpcError):
-            gateway.stub.Decode(pb.DecodeRequest(cache_id="kv_unknown", token_id=1))
+            gateway.decode("kv_unknown", 1)
     with pytest.raises(grpc.RpcError):
         gateway.stub.Prefill(pb.PrefillRequest())
     after = port.samples()
@@ -125,7 +122,7 @@ def test_counts_are_what_callers_did(gateway: GatewayProcess) -> None:
         (name, dict(labels).get("model_name")) for name, labels in settled
     }
     for cache_id in caches:
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id))
+        gateway.release(cache_id)
 
 
 def test_executions_are_timed(gateway: GatewayProcess) -> None:

@@ -13,58 +13,30 @@ from typing import Any
 import openai
 import pytest
 from quire import Client
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from service.auth.tokens import Role, new_token
-from tests.adapter_factory import make_adapter
-from tests.chat_templates import QWEN, byte_tokenizer
-from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, hf_greedy, make_model
+from tests.http_gateway import TIMEOUT_S, HttpGateway
+from tests.model_factory import hf_greedy
+from tests.talkers import make_talker
 
-TIMEOUT_S = 60.0
 QUESTION = [{"role": "user", "content": "What is 2 < 3?"}]
 
 
-def http_port(gateway: GatewayProcess) -> int:
-    records = (record for record in gateway.records() if record.get("event") == "listening for HTTP")
-    return int(str(next(records)["listen"]).rpartition(":")[2])
-
-
-class HttpGateway(GatewayProcess):
-    """A gateway that serves OpenAI's API, with its port."""
-
-    @property
-    def port(self) -> int:
-        return http_port(self)
-
-    def client(self, key: str = "none") -> Any:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("model") / "talker")
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=byte_tokenizer(), eos_token="<|im_end|>", chat_template=QWEN
-    )
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    return made
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    directory = make_model(tmp_path_factory.mktemp("model") / "talker", TinyModel(vocab_size=300))
-    tokenizer.save_pretrained(directory)
-    settings = {"eos_token_id": [tokenizer.eos_token_id]}
-    (directory / "generation_config.json").write_text(json.dumps(settings))
-    return directory
+def tokenizer(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
 
 
 @pytest.fixture(scope="module")
 def gateway(model: Path) -> Iterator[HttpGateway]:
-    flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
-    flags += ["--message-timeout-s", "1"]
-    flags += ["--max-request-bytes", str(1 << 18)]
+    flags = ["--dtype", "float32", "--kv-pages", "512"]
+    flags += ["--message-timeout-s", "1", "--max-request-bytes", str(1 << 18)]
     with HttpGateway(model=str(model), flags=flags) as gateway:
         yield gateway
 
@@ -86,16 +58,14 @@ def test_models(client: Any) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_a_chat_equals_that_of_transformers(
-    client: Any, model: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_chat_equals_that_of_transformers(client: Any, model: Path, tokenizer: Any) -> None:
     request: list[Any] = [
         {"role": "developer", "content": [{"type": "text", "text": "Be kind €."}]},
         *QUESTION,
     ]
     answer = client.chat.completions.create(model="talker", messages=request, temperature=0, max_tokens=12)
     messages = [{"role": "system", "content": "Be kind €."}, *QUESTION]
-    prompt: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     expected = hf_greedy(model, prompt, 12)
     choice = answer.choices[0]
     assert choice.message.content == tokenizer.decode(expected, skip_special_tokens=True)
@@ -114,19 +84,6 @@ def test_a_chat_equals_that_of_transformers(
     # The same prompt as before.
     assert last.usage.completion_tokens == 12 and last.usage.total_tokens == answer.usage.total_tokens
     assert len({chunk.id for chunk in chunks} | {first.id, last.id}) == 1
-
-
-def test_an_adapter_is_a_model(gateway: HttpGateway, client: Any, model: Path, tmp_path: Path) -> None:
-    adapter = make_adapter(tmp_path / "poet", model, 1)
-    with Client(gateway.address) as loader:
-        loader.load_adapter("poet", str(adapter))
-    try:
-        done = client.completions.create(model="poet", prompt="ab", max_tokens=1)
-        assert done.model == "poet"
-        assert "poet" in [each.id for each in client.models.list()]
-    finally:
-        with Client(gateway.address) as loader:
-            loader.unload_adapter("poet")
 
 
 def test_completions_of_several_prompts(gateway: HttpGateway, client: Any) -> None:
@@ -210,14 +167,9 @@ def test_logprobs(client: Any) -> None:
     ("settings", "param", "code"),
     [
         ({"temperature": 200}, "temperature", "bad_sampling"),
-        ({"temperature": "hot"}, "temperature", "bad_field"),
-        ({"max_tokens": 0}, "max_tokens", "bad_field"),
         ({"n": 129}, "n", "bad_field"),
         ({"stop": ["x" * 257]}, "stop[0]", "bad_stop"),
-        ({"stop": 3}, "stop", "bad_field"),
         ({"logit_bias": {"300": 1}}, "logit_bias[300]", "token_out_of_vocab"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "bad_field"),
-        ({"messages": []}, "messages", "bad_field"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "messages[0].role", "bad_field"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "bad_field"),
         (
@@ -227,9 +179,6 @@ def test_logprobs(client: Any) -> None:
         ),
         ({"tool_choice": "required"}, "tool_choice", "bad_tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "bad_field"),
-        ({"top_logprobs": 2}, "top_logprobs", "bad_field"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "bad_field"),
-        ({"web_search_options": {}}, "web_search_options", "unknown_field"),
         ({"temprature": 1}, "temprature", "unknown_field"),
         ({"model": None}, "model", "bad_field"),
     ],
@@ -242,15 +191,6 @@ def test_invalid_requests_are_refused(client: Any, settings: dict[str, Any], par
         client.post("/chat/completions", content=body, cast_to=object, options=options)
     assert (caught.value.param, caught.value.code) == (param, code)
     assert caught.value.type == "invalid_request_error"
-
-
-def test_tools_reach_the_template(client: Any) -> None:
-    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    plain, with_tools, without_tools = (
-        client.chat.completions.create(model="talker", messages=QUESTION, max_tokens=1, **settings)
-        for settings in ({}, {"tools": [tool]}, {"tools": [tool], "tool_choice": "none"})
-    )
-    assert plain.usage.prompt_tokens == without_tools.usage.prompt_tokens < with_tools.usage.prompt_tokens
 
 
 def test_a_response_matches_its_schema(client: Any) -> None:
@@ -312,7 +252,7 @@ def test_a_client_that_disconnects_ends_its_batch(gateway: HttpGateway, client: 
 
 
 def connected(gateway: HttpGateway) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", gateway.port), timeout=TIMEOUT_S)
+    return socket.create_connection(("127.0.0.1", gateway.http_port), timeout=TIMEOUT_S)
 
 
 def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
@@ -359,7 +299,7 @@ def test_authentication(tmp_path: Path) -> None:
     made = {"alice": new_token("alice", [Role.CALL]), "ops": new_token("ops", [Role.OBSERVE])}
     lines = [line for _, line in made.values()]
     (tmp_path / "tokens").write_text("\n".join(["[tokens]", *lines, "[tenants.alice]", "max_in_flight = 4"]))
-    flags = ["--openai-listen", "127.0.0.1:0", "--tokens", str(tmp_path / "tokens"), "--drain-grace-s", "0.2"]
+    flags = ["--tokens", str(tmp_path / "tokens"), "--drain-grace-s", "0.2"]
 
     class TokenGateway(HttpGateway):
         def status(self) -> Any:
@@ -398,11 +338,11 @@ def test_authentication(tmp_path: Path) -> None:
 
 
 def test_an_echo_has_the_log_probabilities_of_its_prompt(
-    gateway: HttpGateway, client: Any, tokenizer: PreTrainedTokenizerFast
+    gateway: HttpGateway, client: Any, tokenizer: Any
 ) -> None:
     """As Forward scores it, and as a stream; what follows is that of an answer without an echo."""
     text = "2 < 3 \u20ac"
-    prompt: Any = tokenizer.encode(text)
+    prompt = tokenizer.encode(text)
     settings: Any = {"model": "talker", "temperature": 0, "max_tokens": 4, "logprobs": 2}
     with Client(gateway.address) as grpc_client:
         scores = list(grpc_client.score(prompt).token_logprobs)
@@ -432,11 +372,11 @@ def test_an_echo_has_the_log_probabilities_of_its_prompt(
     assert list(map(set, ids)) == list(map(set, echoed.logprobs.top_logprobs[1:]))
 
 
-def test_tokens_are_returned_and_usage_as_it_grows(client: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tokens_are_returned_and_usage_as_it_grows(client: Any, tokenizer: Any) -> None:
     body = {"return_token_ids": True, "chat_template_kwargs": {"enable_thinking": False}}
     asked: Any = {"model": "talker", "messages": QUESTION, "temperature": 0, "max_tokens": 5}
     whole = client.chat.completions.create(**asked, extra_body={**body, "prompt_logprobs": 1})
-    expected: Any = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         QUESTION, add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
     assert whole.prompt_token_ids == expected
@@ -454,14 +394,14 @@ def test_tokens_are_returned_and_usage_as_it_grows(client: Any, tokenizer: PreTr
     assert {event.usage.prompt_tokens for event in [first, *events]} == {len(expected)}
 
 
-def test_a_message_is_continued(client: Any, model: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_message_is_continued(client: Any, model: Path, tokenizer: Any) -> None:
     talk: list[Any] = [*QUESTION, {"role": "assistant", "content": "Yes, it is "}]
     further = {"continue_final_message": True, "add_generation_prompt": False}
     answer = client.chat.completions.create(
         model="talker", messages=talk, temperature=0, max_tokens=6, extra_body=further
     )
     talk[1]["content"] = "Yes, it is"
-    prompt: Any = tokenizer.apply_chat_template(talk, continue_final_message=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(talk, continue_final_message=True, return_dict=False)
     assert answer.usage.prompt_tokens == len(prompt)
     expected = tokenizer.decode(hf_greedy(model, prompt, 6), skip_special_tokens=True)
     assert answer.choices[0].message.content == expected

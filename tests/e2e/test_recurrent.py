@@ -38,12 +38,10 @@ def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
         assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == "native"
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
         text = [(3 * i + 1) % 97 for i in range(240)]
-        prefill = pb.PrefillRequest(token_ids=text)
-        cache = gateway.stub.Prefill(prefill, timeout=PATIENCE_S).kv_cache.cache_id
+        cache = gateway.prefill(text).kv_cache.cache_id
         for length in (230, 100):
             del text[length:]
-            cut = pb.TruncateKVRequest(cache_id=cache, new_len=length)
-            gateway.stub.TruncateKV(cut, timeout=PATIENCE_S)
+            gateway.truncate(cache, length)
             append_and_check(gateway, model, cache, text)
         (worker,) = gateway.worker_processes()
         assert len(worker.children()) == ranks - 1
@@ -53,8 +51,7 @@ def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
 
 
 def append_and_check(gateway: GatewayProcess, model: Path, cache: str, text: list[int]) -> None:
-    request = pb.DecodeRequest(cache_id=cache, token_id=5, position=len(text), output=WITH_LOGITS)
-    answer = gateway.stub.Decode(request, timeout=PATIENCE_S)
+    answer = gateway.decode(cache, 5, position=len(text), output=WITH_LOGITS)
     text.append(5)
     exact = hf_logits(model, text)[-1].numpy()
     found = np.frombuffer(answer.output.logits.data, "<f4")

@@ -26,8 +26,7 @@ Make = Callable[[Path], Flags]
 
 
 def started(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = quire_command.command("serve", "--listen", "127.0.0.1:0", *flags)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return quire_command.completed("serve", "--listen", "127.0.0.1:0", *flags)
 
 
 def quantised(kind: str, *flags: str) -> Make:

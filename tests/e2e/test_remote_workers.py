@@ -107,7 +107,7 @@ class Text:
     """A cache, and the tokens that the model must choose: those of an undisturbed run."""
 
     def __init__(self, gateway: GatewayProcess, expected: list[int]) -> None:
-        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S)
+        answer = gateway.prefill(PROMPT)
         self.cache_id, self.length = answer.kv_cache.cache_id, answer.kv_cache.seq_len
         self.tokens = [answer.output.token_id]
         self.expected = expected
@@ -188,8 +188,7 @@ def test_cut_and_healed_network(pool: Pool, expected: list[int]) -> None:
                 network.heal()
                 gateway.wait_until_ready()
             text.decode(gateway, 3)
-            released = pb.ReleaseCacheRequest(cache_id=text.cache_id)
-            assert gateway.stub.ReleaseCache(released, timeout=TIMEOUT_S).released
+            assert gateway.release(text.cache_id)
             gateway.assert_pools_are_whole()
 
 

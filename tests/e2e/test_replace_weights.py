@@ -16,7 +16,8 @@ from quire.v1 import executor_pb2 as pb
 from safetensors.torch import load_file, save_file
 
 from tests.adapter_factory import make_adapter, merge
-from tests.e2e.test_adapters import Text, load, unload
+from tests.e2e.greedy import Text
+from tests.e2e.test_adapters import load, unload
 from tests.error_details import reason_of, refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy
@@ -90,8 +91,7 @@ def test_caches_end_if_the_caller_says_so(gateway: GatewayProcess, models: list[
     assert refused(lambda: gateway.stub.Prefill(made, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
     renew = pb.RenewCacheRequest(cache_id=other)
     assert refused(lambda: gateway.stub.RenewCache(renew, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
-    release = pb.ReleaseCacheRequest(cache_id=other)
-    assert gateway.stub.ReleaseCache(release, timeout=PATIENCE_S).released
+    assert gateway.release(other)
     text.release()
     fresh = Text(gateway)
     assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))

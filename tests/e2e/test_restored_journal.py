@@ -10,9 +10,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from quire.v1 import executor_pb2 as pb
 
 from service.journal.segments import JOURNAL
+from tests.e2e import greedy
 from tests.e2e.test_remote_workers import Pool, pool
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
@@ -22,24 +22,11 @@ from tests.service.test_leases import expire
 
 __all__ = ["pool"]
 
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FLAGS = ("--kv-pages", "64")
 
 
-class Text:
+class Text(greedy.Text):
     """A cache, and what was acknowledged of it."""
-
-    def __init__(self, gateway: GatewayProcess) -> None:
-        self.gateway = gateway
-        request = pb.PrefillRequest(token_ids=PROMPT)
-        prefilled = gateway.stub.Prefill(request, timeout=60)
-        self.cache_id = prefilled.kv_cache.cache_id
-        self.tokens = [prefilled.output.token_id]
-
-    def decode(self) -> None:
-        at = len(PROMPT) + len(self.tokens) - 1
-        request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1], position=at)
-        self.tokens.append(self.gateway.stub.Decode(request, timeout=60).output.token_id)
 
     def decode_refused(self) -> None:
         """Nothing is acknowledged until the gateway has ended, and who is refused learns why."""
@@ -58,9 +45,7 @@ class Text:
         """From the tokens of the copy on, with the same result."""
         self.gateway = gateway
         expected, self.tokens = self.tokens, self.tokens[: known + 1]
-        while len(self.tokens) < len(expected):
-            self.decode()
-        assert self.tokens == expected
+        assert self.decode(len(expected) - len(self.tokens)) == expected
 
 
 def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(
@@ -72,8 +57,7 @@ def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(
         flags = ("--journal", database.url, "--peer-listen", free_address())
         with pool.gateway(*flags) as gateway:
             text = Text(gateway)
-            for _ in range(10):
-                text.decode()
+            text.decode(10)
             database.copy()
             for _ in range(20):
                 _until_acknowledged(text.decode)
@@ -88,10 +72,11 @@ def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(
             text.decode_again(gateway, known=10)
 
 
-def _until_acknowledged(decode: Callable[[], None]) -> None:
+def _until_acknowledged(decode: Callable[[], object]) -> None:
     while True:
         with contextlib.suppress(grpc.RpcError):
-            return decode()
+            decode()
+            return
 
 
 # Other losses: tests/service/test_journal_disk.py.
@@ -101,11 +86,9 @@ def test_an_older_copy_of_the_files_is_noticed_by_the_next_commit(tmp_path: Path
     flags = (*FLAGS, "--data-dir", str(data_dir), "--journal", "disk")
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         text = Text(gateway)
-        for _ in range(10):
-            text.decode()
+        text.decode(10)
         shutil.copytree(data_dir, copy, ignore=shutil.ignore_patterns("*.sock"))
-        for _ in range(20):
-            text.decode()
+        text.decode(20)
         for path in (copy / JOURNAL).iterdir():
             shutil.copyfile(path, data_dir / JOURNAL / path.name)
         text.decode_refused()

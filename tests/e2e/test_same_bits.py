@@ -161,7 +161,7 @@ class SameBitsMachine(ParityMachine):
     def verify_tree(self, number: int, drafts: list[int]) -> None:
         """A tree of one path. One with branches is not promised the bits of its paths."""
         held = self.pick(number)
-        answer = self.stub.ForwardVerify(
+        answer = self.gateway.stub.ForwardVerify(
             pb.ForwardVerifyRequest(
                 cache_id=held.cache_id,
                 token_ids=drafts,

@@ -76,7 +76,7 @@ def test_every_call_is_answered_as_its_unary_twin(gateway: GatewayProcess) -> No
         lane.send(pb.SessionCall(tag=1, prefill=pb.PrefillRequest(token_ids=PROMPT, output=options)))
         first = lane.take(1)[1].prefill
         cache_id = first.kv_cache.cache_id
-        twin = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT, output=options))
+        twin = gateway.prefill(PROMPT, output=options)
         # The twin finds its first page computed.
         assert first.output == twin.output and [first.output.token_id] == undisturbed.greedy(PROMPT, 1)
         # In one message, on one cache: in this order.
@@ -295,7 +295,7 @@ class Neighbour(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping.is_set():
-            self._gateway.stub.Forward(pb.ForwardRequest(token_ids=[1, 2]), timeout=30)
+            self._gateway.forward([1, 2])
             self.answered += 1
 
     def stop(self) -> None:

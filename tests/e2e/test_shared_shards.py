@@ -18,9 +18,9 @@ from quire.v1 import executor_pb2_grpc
 
 from service.auth.authenticator import HOP
 from tests import undisturbed
+from tests.e2e.greedy import Text as AdaptedText
 from tests.e2e.several_gateways import Text
 from tests.e2e.test_adapters import Adapted
-from tests.e2e.test_adapters import Text as AdaptedText
 from tests.e2e.test_metrics import Scraped, value
 from tests.e2e.test_remote_workers import PROMPT, Pool
 from tests.error_details import info_of

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.chat_templates import QWEN, byte_tokenizer
-from tests.e2e.test_openai import HttpGateway
+from tests.http_gateway import HttpGateway
 from tests.model_factory import TinyModel, make_model
 
 # Of 256 tokens, which are bytes.
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gateway(model: Path) -> Iterator[HttpGateway]:
-    flags = ["--dtype", "float32", "--kv-pages", "64", "--openai-listen", "127.0.0.1:0"]
+    flags = ["--dtype", "float32", "--kv-pages", "64"]
     with HttpGateway(model=str(model), flags=flags) as gateway:
         yield gateway
 

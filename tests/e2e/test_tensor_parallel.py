@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 
 import psutil
@@ -12,7 +11,8 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 
 from tests import quire_command
-from tests.gateway_process import ROOT, GatewayProcess
+from tests.e2e.greedy import Text
+from tests.gateway_process import GatewayProcess
 
 ANSWER_TIMEOUT_S = 60
 PROMPT = [1, 2, 10, 3, 4]
@@ -37,25 +37,9 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def decode(cache: pb.PrefillResponse, position: int, token_id: int) -> pb.DecodeRequest:
-    return pb.DecodeRequest(
-        cache_id=cache.kv_cache.cache_id, position=cache.kv_cache.seq_len + position, token_id=token_id
-    )
-
-
-def continued(gateway: GatewayProcess, cache: pb.PrefillResponse, count: int) -> list[int]:
-    """The tokens that follow, one append for each."""
-    tokens = [cache.output.token_id]
-    for position in range(count):
-        request = decode(cache, position, tokens[-1])
-        tokens.append(gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S).output.token_id)
-    return tokens
-
-
 def test_it_reads_the_sum(gateway: GatewayProcess) -> None:
     group_of(gateway)
-    command = quire_command.command("generate", "12+34=", "--target", gateway.address)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    done = quire_command.completed("generate", "12+34=", "--target", gateway.address)
     assert done.stdout.strip() == "46", done.stderr
 
 
@@ -75,30 +59,27 @@ def test_a_killed_rank_under_callers(gateway: GatewayProcess, victim: str) -> No
     Rank 0 waits in the middle of a step when the stopped one is killed.
     """
     prompts = [[*PROMPT, token] for token in range(1, 9)]
-    prefills = [pb.PrefillRequest(token_ids=prompt) for prompt in prompts]
-    caches = [gateway.stub.Prefill(request, timeout=ANSWER_TIMEOUT_S) for request in prefills]
-    expected = [continued(gateway, cache, 3) for cache in caches]
-    copies = [gateway.stub.Prefill(request, timeout=ANSWER_TIMEOUT_S) for request in prefills]
+    texts = [Text(gateway, prompt=prompt) for prompt in prompts]
+    expected = [text.decode(3) for text in texts]
+    copies = [Text(gateway, prompt=prompt) for prompt in prompts]
     old = group_of(gateway)
     if "stopped" in victim:
         old[1].send_signal(signal.SIGSTOP)
-    running = [
-        gateway.stub.Decode.future(decode(copy, 0, tokens[0]), timeout=ANSWER_TIMEOUT_S)
-        for copy, tokens in zip(copies, expected, strict=True)
+    first = [
+        pb.DecodeRequest(cache_id=copy.cache_id, token_id=copy.tokens[0], position=len(copy.prompt))
+        for copy in copies
     ]
+    running = [gateway.stub.Decode.future(decode, timeout=ANSWER_TIMEOUT_S) for decode in first]
     if "stopped" in victim:
         gateway.wait_until_in_flight(len(running))
     os.kill(old["1" in victim].pid, signal.SIGKILL)
     for call, copy, tokens in zip(running, copies, expected, strict=True):
-        assert call.result().output.token_id == tokens[1]
-        for position in (1, 2):
-            request = decode(copy, position, tokens[position])
-            answer = gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
-            assert answer.output.token_id == tokens[position + 1]
+        copy.tokens.append(call.result().output.token_id)
+        assert copy.decode(2) == tokens
     gateway.wait_until_ready()
     gateway.wait_until(lambda: all(map(has_ended, old)))
     new = group_of(gateway)
     assert {process.pid for process in new}.isdisjoint({process.pid for process in old})
-    for cache in (*caches, *copies):
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache.kv_cache.cache_id), timeout=30)
+    for text in (*texts, *copies):
+        text.release()
     gateway.assert_pools_are_whole()

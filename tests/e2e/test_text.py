@@ -6,45 +6,30 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 from quire import Client, item
-from quire.cli.main import main
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
-from transformers import PreTrainedTokenizerFast
 
-from tests.chat_templates import QWEN, byte_tokenizer
+from tests.chat_templates import QWEN
 from tests.gateway_process import GatewayProcess
 from tests.hub_server import COMMIT, Hub, serving
-from tests.model_factory import TinyModel, hf_greedy, make_model
+from tests.model_factory import TinyModel
+from tests.talkers import VOCAB, make_talker
 
 MODEL = "org/tiny-model"
-QUESTION = "What is 2 < 3?"
 SAMPLING = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.75}
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=byte_tokenizer(), eos_token="<|im_end|>", chat_template=QWEN
-    )
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    return made
-
-
-@pytest.fixture(scope="module")
-def snapshot(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model in a local cache of the hub, where files are links to blobs."""
     cache = tmp_path_factory.mktemp("cache") / "models--org--tiny-model"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs" / "main").write_text(COMMIT)
     blobs, snapshot = cache / "blobs", cache / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
-    make_model(blobs, TinyModel(vocab_size=300, max_shard_bytes=100_000))
-    tokenizer.save_pretrained(blobs)
-    settings = {"eos_token_id": [tokenizer.eos_token_id], **SAMPLING}
-    (blobs / "generation_config.json").write_text(json.dumps(settings))
+    make_talker(blobs, TinyModel(vocab_size=VOCAB, max_shard_bytes=100_000), **SAMPLING)
     for number, file in enumerate(sorted(blobs.iterdir())):
         blob = file.rename(blobs / f"{number:064x}")
         (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
@@ -79,9 +64,7 @@ def test_model_info_has_the_name_on_the_hub_and_the_files_for_callers(
     assert info.sampling_defaults == types_pb2.SamplingParams(temperature=0.5, top_k=20, top_p=0.75)
 
 
-def test_a_download_is_served(
-    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_download_is_served(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(MODEL, {file.name: file.read_bytes() for file in snapshot.iterdir()})
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -96,49 +79,6 @@ def test_a_download_is_served(
             assert client.model_info().model.model_id == MODEL
             assert f"quire: downloading {MODEL} from " in gateway.log()
     assert set(hub.fetched) == set(hub.files)
-
-
-def test_recommended_sampling_is_not_applied_by_the_server(gateway: GatewayProcess, snapshot: Path) -> None:
-    prompt = [1, 2, 3]
-    with Client(gateway.address) as client, client.prefill(prompt) as cache:
-        assert [cache.output.token_id] == hf_greedy(snapshot, prompt, 1)
-
-
-@pytest.mark.parametrize("system", [None, "Be kind \u20ac."])
-def test_a_chat_equals_that_of_transformers(
-    gateway: GatewayProcess,
-    snapshot: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    capsys: pytest.CaptureFixture[str],
-    system: str | None,
-) -> None:
-    messages = [{"role": "user", "content": QUESTION}]
-    flags = ["--temperature", "0", "--max-tokens", "16", "--logprobs"]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-        flags += ["--system", system]
-    prompt = cast(
-        list[int], tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    )
-    expected = hf_greedy(snapshot, prompt, 16)
-    if tokenizer.eos_token_id in expected:
-        del expected[expected.index(tokenizer.eos_token_id) :]
-    assert main(["generate", "--target", gateway.address, QUESTION, *flags]) == 0
-    printed = [int(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
-    assert printed == expected and len(printed) > 4
-
-
-def test_recommended_sampling_is_applied_by_the_client(
-    gateway: GatewayProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two samples with one seed are equal, and differ from the greedy one."""
-    command = ["generate", "--target", gateway.address, QUESTION, "--max-tokens", "16", "--logprobs"]
-    drawn = []
-    for flags in (["--seed", "1"], ["--seed", "1"], ["--temperature", "0"]):
-        assert main([*command, *flags]) == 0
-        drawn.append(capsys.readouterr().out)
-    assert drawn[0] == drawn[1] != drawn[2]
-    gateway.assert_pools_are_whole()
 
 
 SCHEMA = {

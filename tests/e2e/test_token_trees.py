@@ -25,19 +25,7 @@ SPECULATIVE = types_pb2.VERIFY_ACCEPT_SPECULATIVE
 
 
 def verify(gateway: GatewayProcess, cache_id: str, tree: Tree, **fields: Any) -> pb.ForwardVerifyResponse:
-    request = pb.ForwardVerifyRequest(
-        cache_id=cache_id, token_ids=tree.token_ids, parents=tree.parents, **({"accept": GREEDY} | fields)
-    )
-    answer: pb.ForwardVerifyResponse = gateway.stub.ForwardVerify(request, timeout=TIMEOUT_S)
-    return answer
-
-
-def decode(
-    gateway: GatewayProcess, cache_id: str, token: int, output: types_pb2.OutputOptions
-) -> pb.DecodeResponse:
-    request = pb.DecodeRequest(cache_id=cache_id, token_id=token, output=output)
-    answer: pb.DecodeResponse = gateway.stub.Decode(request, timeout=TIMEOUT_S)
-    return answer
+    return gateway.verify(cache_id, tree.token_ids, parents=tree.parents, **{"accept": GREEDY} | fields)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -59,7 +47,7 @@ def test_sampled_acceptance_makes_the_draws_of_a_plain_loop(
     output = types_pb2.OutputOptions(sampling=sampling, sampled_logprob=True)
     plain, tokens, likely = new_cache(prompt), [dice.randrange(VOCAB)], []
     for _ in range(30):
-        drawn = decode(tiny_gateway, plain, tokens[-1], output).output
+        drawn = tiny_gateway.decode(plain, tokens[-1], output=output).output
         tokens.append(drawn.token_id)
         likely.append(drawn.sampled_logprob)
     cache_id, at = new_cache(prompt), 0
@@ -90,15 +78,14 @@ def test_a_chain_may_be_said_as_a_tree(tiny_gateway: GatewayProcess, new_cache: 
         tokens = [random.Random(f"{seed} {at}").randrange(VOCAB) for at in range(5)]
         said = []
         for parents in (list[int](), [0, 1, 2, 3]):
-            request = pb.ForwardVerifyRequest(
-                cache_id=new_cache([1, 2, 3]),
-                token_ids=tokens,
+            answer = tiny_gateway.verify(
+                new_cache([1, 2, 3]),
+                tokens,
                 parents=parents,
                 accept=SPECULATIVE,
                 rows=[flat] * 4 + [types_pb2.VerifyRow()],
                 output=types_pb2.OutputOptions(sampling=sampling),
             )
-            answer = tiny_gateway.stub.ForwardVerify(request, timeout=TIMEOUT_S)
             assert list(answer.accepted_path) == list(range(1 + answer.accepted) if parents else [])
             said.append((answer.accepted, [row.token_id for row in answer.outputs]))
         assert said[0] == said[1]
@@ -138,12 +125,10 @@ def test_what_is_cut_is_not_found_by_others(
     assert answer.accepted == 24
     kept = [*prompt, *truth[:25]]
     for tokens in (kept, [*prompt, *token_ids]):
-        request = pb.PrefillRequest(
-            token_ids=[*tokens, 1], output=types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
+        found = tiny_gateway.prefill(
+            [*tokens, 1], output=types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
         )
-        found = tiny_gateway.stub.Prefill(request, timeout=TIMEOUT_S)
         exact = hf_logits(tiny_model, [*tokens, 1])[-1]
         said = torch.frombuffer(bytearray(found.output.logits.data), dtype=torch.float32)
         assert torch.allclose(said, exact, atol=1e-4, rtol=1e-4)
-        release = pb.ReleaseCacheRequest(cache_id=found.kv_cache.cache_id)
-        tiny_gateway.stub.ReleaseCache(release, timeout=TIMEOUT_S)
+        tiny_gateway.release(found.kv_cache.cache_id)

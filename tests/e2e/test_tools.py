@@ -19,7 +19,7 @@ import quire
 from transformers import AutoTokenizer
 
 from tests.e2e.test_auth import Guarded
-from tests.e2e.test_openai import HttpGateway
+from tests.http_gateway import HttpGateway
 from tests.tool_writers import FAMILIES, TOOLS, Family, conversations, train
 
 _Messages = list[dict[str, Any]]
@@ -43,7 +43,7 @@ def directory(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gateway(directory: Path) -> Iterator[HttpGateway]:
-    flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
+    flags = ["--dtype", "float32", "--kv-pages", "512"]
     with HttpGateway(model=str(directory), flags=flags) as gateway:
         yield gateway
 

@@ -16,6 +16,7 @@ from quire.v1 import runner_pb2
 
 from tests.collector import Collector
 from tests.gateway_process import GatewayProcess
+from tests.http_gateway import HttpGateway
 
 PARENT = "00f067aa0ba902b7"
 # Each call is slow, and each has a line.
@@ -29,11 +30,11 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def gateway(collector: Collector) -> Iterator[GatewayProcess]:
-    flags = [*FLAGS, "--otlp-endpoint", collector.endpoint, "--openai-listen", "127.0.0.1:0"]
+def gateway(collector: Collector) -> Iterator[HttpGateway]:
+    flags = [*FLAGS, "--otlp-endpoint", collector.endpoint]
     with (
         mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50"}),
-        GatewayProcess(model="adder", flags=flags) as gateway,
+        HttpGateway(model="adder", flags=flags) as gateway,
     ):
         yield gateway
 
@@ -79,18 +80,13 @@ def test_an_execution_says_its_model_and_its_tokens(gateway: GatewayProcess, col
     assert b"12+34" not in collector.bytes and b"SECRET" not in collector.bytes
 
 
-def port_of(gateway: GatewayProcess) -> int:
-    records = (record for record in gateway.records() if record.get("event") == "listening for HTTP")
-    return int(str(next(records)["listen"]).rpartition(":")[2])
-
-
-def test_a_trace_goes_on_at_a_provider(gateway: GatewayProcess, collector: Collector, tmp_path: Path) -> None:
+def test_a_trace_goes_on_at_a_provider(gateway: HttpGateway, collector: Collector, tmp_path: Path) -> None:
     trace_id = "c" * 32
     (tmp_path / "runtimes.toml").write_text(
         f"""
         [runtimes.other]
         dialect = "openai-completions"
-        base_url = "http://127.0.0.1:{port_of(gateway)}/v1"
+        base_url = "{gateway.url}"
         model = "adder"
         """
     )
@@ -129,7 +125,7 @@ def test_the_last_spans_arrive_when_the_server_stops() -> None:
         with GatewayProcess(
             model="paged-attention", flags=["--otlp-endpoint", collector.endpoint]
         ) as gateway:
-            gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]))
+            gateway.prefill([1])
             assert not collector.spans()
             gateway.process.send_signal(signal.SIGTERM)
             assert gateway.process.wait(60) == 0

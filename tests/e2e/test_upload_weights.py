@@ -16,7 +16,7 @@ from quire.v1 import admin_pb2
 from safetensors import safe_open
 from safetensors.torch import save
 
-from tests.e2e.test_adapters import Text
+from tests.e2e.greedy import Text
 from tests.e2e.test_replace_weights import described, replace, serve
 from tests.error_details import refused
 from tests.gateway_process import GatewayProcess

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import pytest
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.e2e.conftest import NewCache
@@ -33,14 +32,11 @@ def test_without_a_temperature_drafts_are_kept_as_greedily(
 ) -> None:
     first, *truth = hf_greedy(tiny_model, PROMPT, 4)
     drafts = [token if at < right else (token + 1) % 50 for at, token in enumerate(truth)]
-    answer = tiny_gateway.stub.ForwardVerify(
-        pb.ForwardVerifyRequest(
-            cache_id=cache,
-            token_ids=[first, *drafts],
-            accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE,
-            rows=[*map(certain, drafts), types_pb2.VerifyRow()],
-        ),
-        timeout=TIMEOUT_S,
+    answer = tiny_gateway.verify(
+        cache,
+        [first, *drafts],
+        accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE,
+        rows=[*map(certain, drafts), types_pb2.VerifyRow()],
     )
     assert answer.accepted == right and answer.kv_cache.seq_len == len(PROMPT) + 1 + right
     said = hf_greedy(tiny_model, [*PROMPT, first, *drafts[:right]], 1)
@@ -49,8 +45,7 @@ def test_without_a_temperature_drafts_are_kept_as_greedily(
 
 def test_penalties_count_from_where_they_are_told(tiny_gateway: GatewayProcess, cache: str) -> None:
     """Extending a cache moves what they count from; a position of one's own stays."""
-    said = pb.PrefillRequest(cache_id=cache, token_ids=[31, 32, 33])
-    tiny_gateway.stub.Prefill(said, timeout=TIMEOUT_S)
+    tiny_gateway.prefill([31, 32, 33], cache_id=cache)
 
     def bias_of(token_id: int, penalty_from: int | None) -> float:
         """How much less likely a token is than without a penalty."""
@@ -61,11 +56,10 @@ def test_penalties_count_from_where_they_are_told(tiny_gateway: GatewayProcess, 
             )
             allowed = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[token_id, 49]))
             output = types_pb2.OutputOptions(sampling=sampling, mask=allowed, sampled_logprob=True)
-            request = pb.DecodeRequest(cache_id=cache, token_id=40, position=7, output=output)
-            answer = tiny_gateway.stub.Decode(request, timeout=TIMEOUT_S).output
+            answer = tiny_gateway.decode(cache, 40, position=7, output=output).output
             mine = answer.sampled_logprob
             logprobs.append(mine if answer.token_id == token_id else math.log1p(-math.exp(mine)))
-            tiny_gateway.stub.TruncateKV(pb.TruncateKVRequest(cache_id=cache, new_len=7), timeout=TIMEOUT_S)
+            tiny_gateway.truncate(cache, 7)
         return logprobs[0] - logprobs[1]
 
     assert bias_of(32, None) == pytest.approx(0.0, abs=1e-5), "it is of the last Prefill"

@@ -21,13 +21,13 @@ from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
 from tests.e2e.broadcasting_trainer import TIMEOUT_S, Trainer, joined
-from tests.e2e.test_adapters import Text
+from tests.e2e.greedy import Text
 from tests.e2e.test_auth import Guarded
-from tests.e2e.test_openai import HttpGateway, http_port
 from tests.e2e.test_replace_weights import described, replace
 from tests.e2e.test_upload_weights import kept
 from tests.error_details import refused
 from tests.gateway_process import ROOT
+from tests.http_gateway import HttpGateway
 from tests.model_factory import hf_greedy
 from tests.ports import free_port
 
@@ -35,12 +35,12 @@ from tests.ports import free_port
 SILENCE_S = 3
 FILE = "model.safetensors"
 DONE = "Weight update finished"
-FLAGS = ["--dtype", "float32", "--kv-pages", "128", "--openai-listen", "127.0.0.1:0"]
+FLAGS = ["--dtype", "float32", "--kv-pages", "128"]
 TRANSFER = ["--openai-weight-transfer", "gloo"]
 
 
 def address_of(gateway: HttpGateway) -> str:
-    return f"127.0.0.1:{gateway.port}"
+    return f"127.0.0.1:{gateway.http_port}"
 
 
 def call(gateway: HttpGateway, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -101,6 +101,17 @@ def test_they_are_served_as_if_loaded(gateway: HttpGateway, models: list[Path], 
     assert after.model_id == before.model_id
     assert_serves(gateway, models[1])
     assert call(gateway, "/weight_info") == (200, {"weight_version": "step 7"})
+
+
+def test_weights_that_an_operator_loads_have_no_name_of_the_trainer(
+    gateway: HttpGateway, models: list[Path]
+) -> None:
+    with joined(address_of(gateway)) as trainer:
+        trainer.call("/start_weight_update")
+        trainer.update(weights_of(models[1]))
+        served = trainer.call("/finish_weight_update", {"weight_version": "step 8"})["weights_version"]
+    replace(gateway, models[2])
+    assert call(gateway, "/weight_info") == (200, {"weight_version": str(served + 1)})
 
 
 def test_the_steps_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
@@ -316,9 +327,9 @@ def test_calls_out_of_order_and_bad_fields(gateway: HttpGateway) -> None:
 
 def test_only_operators_push_weights(models: list[Path], tmp_path: Path) -> None:
     operator, line = new_token("boss", [Role.ADMINISTER])
-    flags = [*FLAGS, *TRANSFER]
+    flags = [*FLAGS, *TRANSFER, "--openai-listen", "127.0.0.1:0"]
     with Guarded(tmp_path, *flags, model=str(models[0]), quotas=[line]) as gateway:
-        address = f"127.0.0.1:{http_port(gateway)}"
+        address = f"127.0.0.1:{gateway.http_port}"
         for path in ("/pause", "/start_weight_update", "/is_paused", "/load_lora_adapter"):
             assert broadcasting_trainer.call(address, path)[0] == 401
             own = f"Bearer {gateway.tokens['alice']}"

@@ -75,10 +75,10 @@ def cache_on_each_worker(gateway: GatewayProcess) -> dict[str, pb.PrefillRespons
     """One cache on every worker, by worker id. Prompts differ, so that no prefix draws them together."""
     caches: dict[str, pb.PrefillResponse] = {}
     for first in range(200):
-        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[first, *PROMPT]), timeout=30)
+        answer = gateway.prefill([first, *PROMPT])
         prompts[answer.kv_cache.cache_id] = [first, *PROMPT]
         if answer.kv_cache.worker_id in caches:
-            gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id))
+            gateway.release(answer.kv_cache.cache_id)
         caches.setdefault(answer.kv_cache.worker_id, answer)
         if len(caches) == 2:
             return caches
@@ -92,8 +92,7 @@ def pid_of(gateway: GatewayProcess, worker_id: str) -> int:
 def decode(
     gateway: GatewayProcess, cache: pb.PrefillResponse, position: int | None = None
 ) -> pb.DecodeResponse:
-    request = pb.DecodeRequest(cache_id=cache.kv_cache.cache_id, token_id=7, position=position)
-    return gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
+    return gateway.decode(cache.kv_cache.cache_id, 7, position=position)
 
 
 def gone(gateway: GatewayProcess, pid: int) -> bool:
@@ -107,8 +106,7 @@ def wait_for_new_worker(gateway: GatewayProcess, old_pid: int) -> None:
 
 
 def append(gateway: GatewayProcess, cache_id: str, position: int, token_id: int) -> pb.DecodeResponse:
-    request = pb.DecodeRequest(cache_id=cache_id, token_id=token_id, position=position, output=TOP)
-    return gateway.stub.Decode(request, timeout=ANSWER_TIMEOUT_S)
+    return gateway.decode(cache_id, token_id, position=position, output=TOP)
 
 
 def expected_of(cache: pb.PrefillResponse) -> list[RowOutput]:
@@ -166,7 +164,7 @@ def test_a_killed_worker(gateway: GatewayProcess) -> None:
 
 def test_all_workers_are_killed(gateway: GatewayProcess) -> None:
     """Calls wait for new ones; nothing is to be repeated, and whoever does is answered as before."""
-    cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=ANSWER_TIMEOUT_S)
+    cache = gateway.prefill(PROMPT)
     expected = expected_of(cache)
     cache_id, length, home = cache.kv_cache.cache_id, cache.kv_cache.seq_len, cache.kv_cache.worker_id
     pids = {w.worker_id: w.pid for w in gateway.status().workers}

@@ -18,13 +18,11 @@ def unharmed(gateway: GatewayProcess) -> Iterator[None]:
     """Afterwards the same processes serve, and all that was created can be released."""
     before = _processes(gateway)
     yield
-    stub = gateway.stub
     # Calls that were given up are being rolled back.
     give_up_s = time.monotonic() + TIMEOUT_S
     while gateway.status().operations_in_flight:
         assert time.monotonic() < give_up_s, "operations are left in flight"
-    answer = stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S)
-    assert answer.kv_cache.seq_len == 3
+    assert gateway.prefill([1, 2, 3]).kv_cache.seq_len == 3
     release_all(gateway)
     gateway.assert_pools_are_whole()
     assert _processes(gateway) == before
@@ -33,10 +31,11 @@ def unharmed(gateway: GatewayProcess) -> Iterator[None]:
 
 def release_all(gateway: GatewayProcess) -> None:
     """Releases every cache there is."""
-    stub = gateway.stub
-    while handles := stub.ListCaches(pb.ListCachesRequest(page_size=1000), timeout=TIMEOUT_S).kv_caches:
+    while handles := gateway.stub.ListCaches(
+        pb.ListCachesRequest(page_size=1000), timeout=TIMEOUT_S
+    ).kv_caches:
         for handle in handles:
-            stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=TIMEOUT_S)
+            gateway.release(handle.cache_id)
 
 
 def _processes(gateway: GatewayProcess) -> list[tuple[str, int, int]]:

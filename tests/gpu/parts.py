@@ -31,11 +31,8 @@ _OPERATIONS = (
     *("test_attention.py", "test_attention_properties.py", "test_rms_norm.py"),
     *("test_gated_activation.py", "test_rope_kv_write.py", "test_experts.py"),
 )
-# These need no GPU: they compile for one, or test the interpreter, or interpret what is in the CPU's memory.
-_WITHOUT_GPU = (
-    *("test_compile_gate.py", "test_interpreter_bf16.py"),
-    *("test_quantised_models_cuda.py", "test_gpt_oss_cuda.py"),
-)
+# These need no GPU: they compile for one, or interpret what is in the CPU's memory.
+_WITHOUT_GPU = ("test_compile_gate.py", "test_quantised_models_cuda.py", "test_gpt_oss_cuda.py")
 _AMONG_THE_FIRST = "test_recurrent_models_cuda.py"
 # How long a part may take: one that hangs must not hold up the others, nor the device.
 _LIMIT_S = 150.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,17 +75,6 @@ class Report:
         self._table.write_text(markdown(result), encoding="utf-8")
 
 
-def load(path: Path) -> dict[str, Any]:
-    """A result. Raises ValueError for a file that is none."""
-    try:
-        result: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise ValueError(f"{path} is no result of tests.gpu.first ({FORMAT})")
-    return result
-
-
 def markdown(result: Mapping[str, Any]) -> str:
     """The table: first what is missing, then what failed, then all rows by section."""
     about, rows = result["machine"], result["rows"]
@@ -107,41 +96,6 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What is otherwise in the newer result, as a table; figures where they differ by more than 2%."""
-    before, after = _by_name(old), _by_name(new)
-    lines = [
-        f"{_machine(old)} -> {_machine(new)}",
-        "",
-        "| | | before | after | |",
-        "|---|---|---:|---:|---:|",
-    ]
-    for key in dict.fromkeys((*before, *after)):
-        section, name = key
-        one, two = before.get(key), after.get(key)
-        states = tuple("" if row is None else row["state"] for row in (one, two))
-        if states[0] != states[1]:
-            lines.append(f"| {section} | {name} | {states[0] or '-'} | {states[1] or '-'} | |")
-        if one is None or two is None:
-            continue
-        for figure, was in one["figures"].items():
-            now = two["figures"].get(figure)
-            if now is not None and abs(now - was) > 0.02 * abs(was):
-                change = f"{now / was:.2f}x" if was else ""
-                told = _number(figure, was), _number(figure, now)
-                lines.append(f"| {section} | {name}: {figure} | {told[0]} | {told[1]} | {change} |")
-    return "\n".join(lines) + "\n"
-
-
-def _by_name(result: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["section"], row["name"]): row for row in result["rows"]}
-
-
-def _machine(result: Mapping[str, Any]) -> str:
-    about = result["machine"]
-    return f"{about.get('gpu', 'no device')}, {(about.get('commit') or 'no commit')[:12]}"
-
-
 def _line(row: Mapping[str, Any]) -> str:
     told = " ".join(part for part in (_figures(row["figures"]), row["note"]) if part)
     return f"{row['section']}: {row['name']}: {row['state']} {told} ({row['seconds']:.1f} s)"
@@ -156,8 +110,3 @@ def _number(name: str, value: float) -> str:
     if name.startswith(_SHARES):
         return f"{value:.1%}"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def failures(rows: Sequence[Row]) -> list[str]:
-    """One line for each row that failed."""
-    return [f"{row.section}: {row.name}: {row.note}" for row in rows if row.state not in _FINE]

@@ -48,7 +48,7 @@ def test_decodes_through_a_server_are_those_of_transformers(
     with GatewayProcess(
         model=str(directory), flags=flags, self_check=not INTERPRETED, forks=INTERPRETED
     ) as gateway:
-        answers = [gateway.stub.Prefill(executor_pb2.PrefillRequest(token_ids=prompt)) for prompt in prompts]
+        answers = [gateway.prefill(prompt) for prompt in prompts]
         texts = [[answer.output.token_id] for answer in answers]
         while len(texts[0]) < TOKENS:
             items = [

@@ -15,6 +15,9 @@ KINDS = [
     integer_groups(8, 0, torch.bfloat16, zeros=False),
     integer_groups(4, 128, torch.float16, zeros=True),
     integer_groups(4, 32, torch.bfloat16, zeros=False),
+    integer_groups(8, 64, torch.float32, zeros=False, minima=True),
+    integer_groups(4, 64, torch.bfloat16, zeros=False, minima=True),
+    integer_groups(3, 128, torch.bfloat16, zeros=False, minima=True),
     table_groups("nf4", 64),
     table_groups("fp4", 0),
 ]
@@ -47,7 +50,7 @@ def random_weight(
     parts = Parts(
         integers(groups * 32, 0, most, torch.uint8).view(outputs, groups, 32),
         numbers(outputs, scales, dtype=form.scale_dtype, seed=1),
-        minima=numbers(outputs, scales, dtype=torch.float16, seed=2) if form.minima else None,
+        minima=numbers(outputs, scales, dtype=form.scale_dtype, seed=2) if form.minima else None,
         zeros=integers(scales, -128, 127) if form.zeros else None,
         subscales=integers(subscales, -128, 127) if subscales else None,
         subminima=integers(subscales, -128, 127)

@@ -315,33 +315,3 @@ def test_given_experts_whose_scores_are_all_zero() -> None:
     torch.testing.assert_close(weights, torch.tensor([[0.0, -1.0]]).softmax(-1))
     _, weights = route(logits, 2, normalize=False, given=torch.tensor([[1, 2]]))
     assert weights.tolist() == [[0.0, 0.0]]
-
-
-def test_wrong_arguments_are_named() -> None:
-    gate_up, down = matrices(3, 16, 8, torch.float32)
-    x, ids, weights = torch.randn(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
-    with pytest.raises(ValueError, match=r"gate_up: an expert's shape must be \[32, 8\], got \[32, 7\]"):
-        experts(x, gate_up[:, :, 1:], down, ids, weights)
-    with pytest.raises(ValueError, match=r"down: an expert's shape must be \[8, 16\], got \[7, 16\]"):
-        experts(x, gate_up, down[:, 1:], ids, weights)
-    with pytest.raises(ValueError, match="gate_up: must have the experts of down, got 3 and 2"):
-        experts(x, gate_up, down[1:], ids, weights)
-    with pytest.raises(TypeError, match="down: must have the dtype"):
-        experts(x, gate_up, down.bfloat16(), ids, weights)
-    with pytest.raises(TypeError, match="expert_ids: dtype"):
-        experts(x, gate_up, down, ids.int(), weights)
-    with pytest.raises(ValueError, match="expert_weights: shape"):
-        experts(x, gate_up, down, ids, weights[:, :1])
-    with pytest.raises(ValueError, match="expert_ids: a token must have an expert"):
-        experts(x, gate_up, down, ids[:, :0], weights[:, :0])
-    for wrong in (-1, 3):
-        with pytest.raises((IndexError, RuntimeError)):
-            experts(x, gate_up, down, torch.full((4, 2), wrong), weights)
-    for k in (0, 6):
-        with pytest.raises(ValueError, match="k: must be between 1 and 5 experts"):
-            route(torch.randn(2, 5), k, normalize=True)
-    with pytest.raises(ValueError, match="given"):
-        route(torch.randn(2, 5), 2, normalize=True, given=torch.zeros(2, 3, dtype=torch.int64))
-    for correction in (torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)):
-        with pytest.raises((ValueError, TypeError), match="correction"):
-            route(torch.randn(2, 5), 2, normalize=True, correction=correction)

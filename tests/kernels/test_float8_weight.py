@@ -98,13 +98,3 @@ def test_what_is_not_finite_is_seen() -> None:
         assert not weight.write_values(0, values, scales * wrong).isfinite().all()
     values.view(torch.uint8)[3, 5] = 0x7F
     assert not weight.write_values(0, values, scales).isfinite().all()
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="scales must be of multiples of 32 inputs, got 48"):
-        Float8Format(48)
-    weight = small()
-    with pytest.raises(ValueError, match="do not fit"):
-        weight.write_values(4, every_byte(8, 32), torch.ones(8, 1))
-    with pytest.raises(ValueError, match=r"scales: must be \[8, 1\], got \[8, 2\]"):
-        weight.write_values(0, every_byte(8, 32), torch.ones(8, 2))

@@ -200,31 +200,3 @@ def test_nan_in_other_rows_and_slots_does_not_matter(dtype: torch.dtype) -> None
 
 def test_a_dtype_without_a_kernel() -> None:
     Case(12, 40, (30, 20), torch.float16).check()
-
-
-def test_arguments_are_checked() -> None:
-    case = Case(4, 16, (16, 8), torch.float32)
-    table, y, x, slots = case.table(), case.y, case.x, case.slots
-    for wrong, name in (
-        ((y, x[:, :15], slots), "x"),
-        ((y[:, :23], x, slots), "y"),
-        ((y[:3], x, slots), "y"),
-        ((y.bfloat16(), x, slots), "y"),
-        ((torch.empty(4, 30)[:, :24], x, slots), "y"),
-        ((y, x, slots[:3]), "slots"),
-        ((y, x, slots.long()), "slots"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=name):
-            add_lora(wrong[0], wrong[1], table, wrong[2])
-    for pair, told in (
-        ((torch.ones(0, 16), torch.ones(8, 0)), "rank"),
-        ((torch.ones(257, 16), torch.ones(8, 257)), "rank"),
-        ((torch.ones(3, 15), torch.ones(8, 3)), "A"),
-        ((torch.ones(3, 16), torch.ones(8, 2)), "B"),
-        ((torch.ones(3, 16), torch.ones(7, 3)), "B"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            LoraPairs([None, pair], 16, (16, 8), torch.float32, pack=True)
-    for outputs in ((), range(1, 8)):
-        with pytest.raises(ValueError, match="parts"):
-            LoraTable(1, 16, outputs, torch.float32, CPU)

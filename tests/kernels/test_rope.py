@@ -160,28 +160,26 @@ def test_only_the_first_elements_are_turned(dtype: torch.dtype) -> None:
     assert torch.equal(actual[..., 32:].nan_to_num(7.0), x[..., 32:].nan_to_num(7.0))
 
 
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"rope_type: must be one of default, linear, .*, got 'axial'"):
-        RopeSpec(theta=1e4, rope_type="axial")
-    with pytest.raises(ValueError, match=r"^max_position_embeddings: must be positive for rope_type dynamic"):
-        RopeSpec(theta=1e4, rope_type="dynamic", factor=2.0)
-    with pytest.raises(
-        ValueError, match=r"^max_position_embeddings: must be positive for rope_type longrope"
-    ):
-        RopeSpec(theta=1e4, rope_type="longrope", original_max_position_embeddings=64)
-    with pytest.raises(ValueError, match="partial_rotary_factor"):
-        RopeSpec(theta=1e4, rope_type="proportional", partial_rotary_factor=1.5)
-    with pytest.raises(ValueError, match="original_max_position_embeddings"):
-        RopeSpec(theta=1e4, rope_type="yarn", factor=2.0)
-    with pytest.raises(ValueError, match="high_freq_factor"):
-        RopeSpec(
-            theta=1e4,
-            rope_type="llama3",
-            original_max_position_embeddings=8,
-            low_freq_factor=4,
-            high_freq_factor=1,
-        )
-    with pytest.raises(ValueError, match="rope_theta"):
-        RopeSpec(theta=0.0)
-    with pytest.raises(ValueError, match="rotary_dim"):
-        rope_frequencies(RopeSpec(theta=1e4), 33)
+@pytest.mark.parametrize(
+    ("rope_type", "settings", "message"),
+    [
+        ("axial", {}, "rope_type: must be one of default, linear, .*, got 'axial'"),
+        ("dynamic", {"factor": 2.0}, "^max_position_embeddings: must be positive for rope_type dynamic"),
+        (
+            "longrope",
+            {"original_max_position_embeddings": 64},
+            "^max_position_embeddings: must be positive for rope_type longrope",
+        ),
+        ("proportional", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("yarn", {"factor": 2.0}, "original_max_position_embeddings"),
+        (
+            "llama3",
+            {"original_max_position_embeddings": 8, "low_freq_factor": 4, "high_freq_factor": 1},
+            "high_freq_factor",
+        ),
+        ("default", {"theta": 0.0}, "rope_theta"),
+    ],
+)
+def test_settings_that_mean_nothing_are_named(rope_type: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RopeSpec(**{"theta": 1e4, "rope_type": rope_type, **settings})

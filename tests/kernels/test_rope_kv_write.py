@@ -233,25 +233,3 @@ def test_a_slot_beyond_the_pages_is_refused_and_nothing_written(dtype: torch.dty
         with pytest.raises(IndexError):
             rope_kv_write(qkv, None, torch.ones(2, 16), torch.tensor([0, 48]), *pages, EPS)
         assert keys.isnan().all() and values.isnan().all()
-
-
-def test_wrong_arguments_are_named() -> None:
-    keys, values = torch.zeros(2, PAGES, PAGE_SIZE, 1, 16)
-    qkv, cos_sin, slots = torch.zeros(2, 64), torch.ones(2, 16), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="qkv: 32 columns"):
-        rope_kv_write(qkv[:, :32], None, cos_sin, slots, keys, values, EPS)
-    with pytest.raises(ValueError, match="qk_norm: shape"):
-        rope_kv_write(qkv, torch.ones(2, 16), cos_sin, slots, keys, values, EPS)
-    with pytest.raises(ValueError, match="cos_sin: shape"):
-        rope_kv_write(qkv, None, cos_sin[:1], slots, keys, values, EPS)
-    for rotary in (0, 3, 18):
-        with pytest.raises(ValueError, match=f"cos_sin: width must be even .* 16, got {rotary}"):
-            rope_kv_write(qkv, None, torch.ones(2, rotary), slots, keys, values, EPS)
-    with pytest.raises(TypeError, match="qk_norm: must have the dtype"):
-        rope_kv_write(qkv, torch.ones(3, 16).bfloat16(), cos_sin, slots, keys, values, EPS)
-    with pytest.raises(TypeError, match="slots: dtype"):
-        rope_kv_write(qkv, None, cos_sin, slots.float(), keys, values, EPS)
-    with pytest.raises(TypeError, match="v_pages: must have the dtype"):
-        rope_kv_write(qkv, None, cos_sin, slots, keys, values.bfloat16(), EPS)
-    with pytest.raises(ValueError, match="k_pages: must be contiguous"):
-        rope_kv_write(qkv, None, cos_sin, slots, keys[:, ::2], values[:, ::2].contiguous(), EPS)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from service.caches.admission import Limits
 from service.caches.answers import CommandFailed, Event
 from service.caches.effects import AbortForward, Effects
 from service.caches.entries import Operation, WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, Appended, AppendKind, Priority, Release, Result
-from service.caches.reservations import Limits
 from service.errors import DeadlinePassed, QuireError
 from tests.forwards import SentForward, forward_of
 from tests.sim.invariants import check_invariants

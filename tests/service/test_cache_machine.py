@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from quire.v1 import types_pb2
 
+from service.caches.admission import MAX_WAITING_PER_CACHE, Limits
 from service.caches.machine import CacheMachine
 from service.caches.records import CacheCreated
 from service.caches.requests import (
@@ -21,7 +22,6 @@ from service.caches.requests import (
     Renew,
     Source,
 )
-from service.caches.reservations import MAX_WAITING_PER_CACHE, Limits
 from service.errors import QuireError
 from tests.sim.appends import with_options
 from tests.sim.harness import Gateway, decode, prefill, verify

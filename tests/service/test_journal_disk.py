@@ -141,18 +141,32 @@ async def test_with_normal_commits_are_synced_soon(
         ("full", "os.fdatasync"),
     ],
 )
+@pytest.mark.parametrize("cut_back", [True, False])
 async def test_a_failed_write_is_told_and_the_next_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException, sync: Sync
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    error: BaseException,
+    sync: Sync,
+    cut_back: bool,
 ) -> None:
-    """Before or after the frame is written, on the event loop or on the thread."""
+    """Before or after the frame is written, on the event loop or on the thread.
+
+    It is not there after a crash, although it may not be cut off again.
+    """
 
     def fail(*_: object) -> None:
         raise error
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
 
     with contextlib.closing(open_journal(tmp_path, sync)) as journal:
         assert await commit(journal, created(1))
         with monkeypatch.context() as patched:
             patched.setattr(f"service.journal.segment_writer.{step}", fail)
+            if not cut_back:
+                patched.setattr(os, "ftruncate", broken)
             assert not await commit(journal, created(2))
         shutil.copytree(tmp_path / JOURNAL, tmp_path / "crashed" / JOURNAL)
         assert await commit(journal, created(3))
@@ -485,6 +499,15 @@ async def test_segments_that_are_not_those_that_were_written_are_refused(
     spoil(tmp_path / "data" / JOURNAL, other / "data" / JOURNAL)
     with pytest.raises(JournalUnusable, match=f"{why}.*Restore"):
         recovered(tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", ["1.log", "9.log", "00000000000.log", "\u0663.log", "notes.log", "foreign"])
+async def test_a_foreign_file_is_left_alone(tmp_path: Path, name: str) -> None:
+    """Before, one with a number as its name was taken for a segment, and each start refused the journal."""
+    states, foreign = await filled(tmp_path), tmp_path / "data" / JOURNAL / name
+    foreign.write_text("foreign")
+    assert facts(recovered(tmp_path / "data")) == states[-1]
+    assert foreign.read_text() == "foreign"
 
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from service.caches.admission import Limits
 from service.caches.entries import Operation, WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.placement import PrefixAffinity, Workers
 from service.caches.requests import Append, AppendKind, Priority
-from service.caches.reservations import Limits
 from service.caches.worker_load import End, WorkerLoad
 from service.errors import Overloaded
 from tests.forwards import SentForward, command_of

@@ -32,7 +32,7 @@ AUTO_ROUND = {**GPTQ, "quant_method": "auto-round", "sym": True, "packing_format
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "another method": (
         setting(quantization_config={"quant_method": "quanto"}),
-        "fbgemm_fp8, fp8, gptq, modelopt, mxfp4, got 'quanto': use the original",
+        "fbgemm_fp8, fp8, gptq, mlx, modelopt, mxfp4, got 'quanto': use the original",
     ),
     "bitsandbytes": (
         setting(quantization_config={"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}),
@@ -63,7 +63,10 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
         "quantization_config (gptq): bits: must be 4 or 8, got 3",
     ),
     "an older spelling": (setting(compression_config={"format": "int-quantized"}), "says compression_config"),
-    "mlx": (setting(quantization={"group_size": 64, "bits": 4}), "says quantization: this way to say it"),
+    "mlx": (
+        setting(quantization={"group_size": 64, "bits": 1}),
+        "says quantization (mlx): bits: must be one",
+    ),
     "of the text part": (
         setting(text_config={"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 32}}),
         "quantization_config (awq): bits: must be 4, got 8",
@@ -97,6 +100,7 @@ def test_it_is_noticed(damage: Damage, says: str, tmp_path: Path) -> None:
         setting(quantization_config=None),
         setting(quantization_config={}),
         setting(quantization_config=GPTQ),
+        setting(quantization={"group_size": 64, "bits": 4}),
         setting(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         setting(text_config=7),
         lambda directory: (directory / "config.json").write_text("[]"),

@@ -15,10 +15,10 @@ from quire.v1 import types_pb2
 from service.api import session as session_module
 from service.api.session import Session, SessionContext
 from service.api.time_slice import SLICE_S, LoopWatch, TimeSlice
+from service.caches.admission import Limits
 from service.caches.effects import Send
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
-from service.caches.reservations import Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument

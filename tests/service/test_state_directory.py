@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,14 @@ from service.auth.tls import server_credentials
 from service.cli import serve
 from service.config import Config
 from service.config_sources import read_settings
-from service.data_directory import StateUnusable, data_directory, prepare, state_dir
+from service.data_directory import (
+    StateUnusable,
+    check_gateways,
+    count_file,
+    data_directory,
+    prepare,
+    state_dir,
+)
 from service.errors import BadRuntimes
 from service.extensions.gateways.one_host import places
 from service.extensions.providers.runtimes_file import load
@@ -193,6 +200,31 @@ def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> No
             pass
     with places(tmp_path / "data", 2):
         pass
+
+
+def _write(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_write(b"\xff\xfe"), "count is damaged"),
+        (_write(b""), "count is damaged"),
+        (Path.mkdir, "cannot be used: it is not a regular file"),
+        (os.mkfifo, "cannot be used: it is not a regular file"),
+    ],
+)
+def test_a_damaged_number_of_gateways_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], says: str, gateways: int
+) -> None:
+    """Before, with a traceback; and a pipe was waited for for ever."""
+    count = count_file(tmp_path)
+    count.parent.mkdir()
+    make(count)
+    with pytest.raises((ConfigError, StateUnusable), match=says):
+        check_gateways(tmp_path, gateways)
 
 
 def test_what_a_killed_server_kept_for_itself_is_removed_by_the_next(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from service.caches.admission import Limits
 from service.caches.requests import (
     Append,
     Appended,
@@ -19,7 +20,6 @@ from service.caches.requests import (
     Request,
     Truncate,
 )
-from service.caches.reservations import Limits
 from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Outcome
 from service.errors import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from quire.v1 import types_pb2
 
+from service.caches.admission import Limits
 from service.caches.ledger import Ledger
-from service.caches.reservations import Limits
 from service.extensions.conformance import commit, created
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions

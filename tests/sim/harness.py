@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2
 
+from service.caches.admission import Limits
 from service.caches.effects import Send
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
@@ -25,8 +26,7 @@ from service.caches.requests import (
     Released,
     Request,
 )
-from service.caches.reservations import Limits
-from service.dispatcher import Dispatcher, Found, Outcome
+from service.dispatcher import Dispatcher, Outcome, Outcomes
 from service.errors import QuireError
 from service.journal.base import Journal, OnCommitted
 from service.pool import wire
@@ -142,7 +142,7 @@ class Gateway:
         early: dict[int, Outcome] = {}
         tickets: list[int] = []
 
-        def on_outcomes(found: Found) -> None:
+        def on_outcomes(found: Outcomes) -> None:
             for index, outcome in found:
                 if tickets:
                     assert tickets[index] not in self.replies

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from service.caches.cache_index import CacheIndex
 from service.caches.entries import ALL_KV, CacheEntry, Operation, WorkerView
-from service.caches.keyed_answers import Kind
-from service.caches.kind import Parts
+from service.caches.handlers import Parts
+from service.caches.idempotency import Kind
 from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
 from service.caches.worker_load import WorkerLoad
@@ -50,8 +50,8 @@ def _check_index(index: CacheIndex) -> None:
         assert by_number[entry.number] is entry
     assert len(by_number) == len(index.by_id) == sum(map(len, index._numbers.values()))
     assert all(numbers == sorted(numbers) for numbers in index._numbers.values())
-    for (tenant, request_id), answer in index.keyed._answers.items():
-        assert answer.made or answer.is_making, "what has made nothing is forgotten"
+    for (tenant, request_id), answer in index.idempotency._answers.items():
+        assert answer.made or answer.in_progress, "what has made nothing is forgotten"
         for child, entry in answer.made.items() if answer.kind is not Kind.EXECUTION else ():
             assert entry.tenant is tenant
             if answer.kind is Kind.CREATION:

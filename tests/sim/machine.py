@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from service.caches.admission import Limits
 from service.caches.answers import Event
 from service.caches.effects import Effects, Write
 from service.caches.entries import Operation, WorkerView
@@ -18,7 +19,6 @@ from service.caches.ledger import CacheState, Ledger
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import Release, Request, Result
-from service.caches.reservations import Limits
 from service.errors import QuireError
 from tests.forwards import Told, as_command, told
 from tests.sim.invariants import phase_of
@@ -147,7 +147,7 @@ class WatchedMachine(CacheMachine):
     def check_empty(self) -> None:
         """Asserts that nothing is left."""
         assert len(self) == len(self.ledger) == self.ledger.size_bytes == self.operations_in_flight == 0
-        assert not len(self.index.keyed) and not self.index._numbers
+        assert not len(self.index.idempotency) and not self.index._numbers
         assert self.admission._caches == self.admission._queued_bytes == 0
         assert all(len(view.held) == view.pages_queued == 0 for view in self.workers())
 

@@ -111,7 +111,7 @@ class TheFirstOfSeveralRepeatsAll(_DecodesOfSeveral):
     first_seed = 160  # See `AllAreQuarantined`.
 
     def wrong(self, record: TokensAppended, append: Append) -> TokensAppended:
-        return dataclasses.replace(record, asked=fingerprint(append.token_ids))
+        return dataclasses.replace(record, fingerprint=fingerprint(append.token_ids))
 
 
 class _KeyIgnored(PlantedMachine):

@@ -13,10 +13,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from service.caches.admission import Limits
 from service.caches.effects import Claim, Send
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, PreviousCaches, Release, Request
-from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.pool import wire
 from tests.sim.callers import Callers

@@ -12,7 +12,7 @@ from service.caches.entries import CacheEntry, Operation, WorkerView
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, PreviousCaches, Release, Renew, Request
 from service.caches.tenants import Tenant
-from service.dispatcher import Dispatcher, Found, OnOutcomes, SendCommands
+from service.dispatcher import Dispatcher, OnOutcomes, Outcomes, SendCommands
 from tests.forwards import told
 from tests.sim.disk import DiskJournal
 from tests.sim.invariants import check_invariants
@@ -75,7 +75,7 @@ class WatchedDispatcher(Dispatcher):
             self.callers.update((a.number, caller) for a in asked)
             machine.upcoming.extend(asked)
 
-            def replied(found: Found) -> None:
+            def replied(found: Outcomes) -> None:
                 self.effects += len(found)
                 with self._noted():
                     for index, outcome in found:

@@ -58,9 +58,7 @@ class DiskWorker(Worker):
 
     def append(self, sequence: int, tokens: list[int], position: int = 0, salt: bytes = b"tenant") -> bytes:
         """The logits, once they are computed. `computed` gets the number of tokens that were."""
-        asked = self.forward(sequence, tokens, position, salt)
-        answer = self.answers(asked)[asked.op_id]
-        assert isinstance(answer, Forward)
+        answer = self.done(self.forward(sequence, tokens, position, salt))
         self.computed.append(len(tokens) - answer.reused)
         logits = answer.outputs[-1].logits
         assert logits is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from workers.common import worker_pb2
@@ -13,6 +13,15 @@ from workers.server import WorkerServer
 _PATIENCE_S = 30
 # Of a forward: the last token's output, and nothing special of it.
 LAST_ROW = worker_pb2.ForwardOptions(rows=1).SerializeToString()
+
+
+def forward_command(
+    op_id: int, sequence: int, token_ids: Sequence[int], kind: str = "PREFILL", **more: Any
+) -> worker_pb2.WorkerCommand:
+    """A forward as a gateway sends it. `more`: of a ForwardCommand."""
+    settings = {"options": LAST_ROW, "kind": f"OPERATION_KIND_{kind}", **more}
+    forward = worker_pb2.ForwardCommand(sequence=sequence, token_ids=token_ids, **settings)
+    return worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
 
 
 class Gateway:
@@ -25,8 +34,10 @@ class Gateway:
         self.received: list[tuple[int, str]] = []
 
     def ask(self, **command: Any) -> None:
-        message = worker_pb2.WorkerCommand(**command)
-        self.requests.put_nowait(worker_pb2.ConnectRequest(commands=[message]))
+        self.send(worker_pb2.WorkerCommand(**command))
+
+    def send(self, *commands: worker_pb2.WorkerCommand) -> None:
+        self.requests.put_nowait(worker_pb2.ConnectRequest(commands=commands))
 
     async def connect(self, worker: WorkerServer) -> None:
         """Until the stream ends."""

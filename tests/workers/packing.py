@@ -138,6 +138,12 @@ def random_texts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
     return [[dice.randrange(97) for _ in range(length)] for length in lengths]
 
 
+def rows_of_text(model: Model, text: Sequence[int]) -> Any:
+    """The logits of each token, in one forward."""
+    item = Item(HandSequence(), text, range(len(text)))
+    return new_packer(1).run(model, [item], poisoned_pages(model))
+
+
 def rows_in_chunks(
     model: Model,
     texts: Sequence[list[int]],

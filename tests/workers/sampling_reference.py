@@ -29,7 +29,8 @@ def as_float32(value: float) -> float:
 def adjust(logits: list[float], row: SamplingRow) -> list[float]:
     """Mask, bias and penalties, one token at a time."""
     spec = row.spec or Sampling()
-    count = Counter(row.history[row.prompt_len :])
+    before = [*row.history[: row.history_len], *row.path]
+    count = Counter(before[row.prompt_len :])
     result = []
     for token, raw in enumerate(logits):
         value, allowed = raw, True
@@ -41,7 +42,7 @@ def adjust(logits: list[float], row: SamplingRow) -> list[float]:
             result.append(-INF)
             continue
         value = as_float32(value + spec.logit_bias.get(token, 0.0))
-        if token in row.history:
+        if token in before:
             penalty = spec.repetition_penalty
             value = as_float32(value / penalty if value > 0 else value * penalty)
         if count[token]:

@@ -14,11 +14,33 @@ from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.kv.table import KvTable
 from workers.kv_disk import KvDisk
 from workers.operations import Chunk, Forward, Reset, Result
 from workers.outputs import RowOutput
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
+
+
+def answered(result: Result) -> Forward:
+    """A result that is that of a forward."""
+    assert isinstance(result, Forward), result
+    return result
+
+
+def chosen(result: Result) -> int:
+    """The token of the last row of a forward."""
+    return answered(result).outputs[-1].token_id
+
+
+def unhurried(drafting: Drafts) -> None:
+    """It drafts for as long as that takes: how quick this machine is does not matter."""
+    draft = drafting.draft
+
+    def without_end(forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
+        draft(forwards, table)
+
+    drafting.draft = without_end  # type: ignore[method-assign]
 
 
 class Worker:
@@ -123,6 +145,10 @@ class Worker:
                 found[result.op_id] = result  # type: ignore[union-attr]
             commands = ()
         return found
+
+    def done(self, forward: Forward) -> Forward:
+        """One that is answered."""
+        return answered(self.answers(forward)[forward.op_id])
 
     def lengths(self) -> dict[int, int]:
         return {sequence.key: len(sequence) for sequence in self.engine.kv_table}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForConditionalGeneration, PreTrainedModel
 
-from tests.families import MODELS, seeing_config, settings_of
+from tests.families import MODELS, seeing_config, settings_of, some
 from tests.model_factory import hf_model, load_decoder, make_adapter, make_family_model, peft_model
 from workers.adapters import tensors
 from workers.adapters.adapter import Adapter, identity, read_adapter
@@ -48,10 +48,7 @@ PATTERNS = [
 NAMED = ("llama with biases", "qwen3_moe with dense layers", "phi3")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in NAMED else pytest.mark.thorough) for name in MODELS],
-)
+@pytest.fixture(scope="module", params=some(MODELS, NAMED))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A model's name and its directory."""
     directory = tmp_path_factory.mktemp("model")

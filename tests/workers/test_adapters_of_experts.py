@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.families import MODELS, settings_of
+from tests.families import MODELS, settings_of, some
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
     float32_losses,
@@ -39,10 +39,7 @@ FEW = ("qwen3_moe with dense layers", "gpt_oss", "mixtral")
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in FEW else pytest.mark.thorough) for name in WITH_EXPERTS],
-)
+@pytest.fixture(scope="module", params=some(WITH_EXPERTS, FEW))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_model(tmp_path_factory.mktemp("model"), *settings_of(request.param), seed=7)
 

@@ -157,6 +157,20 @@ class Runners:
             logits.append(result.logits)
         return found, torch.cat(logits)
 
+    def read(
+        self,
+        step: LaunchedStep,
+        inputs: ForwardInputs,
+        texts: Sequence[Text],
+        rows: Sequence[SamplingRow],
+    ) -> None:
+        """Reads a launched step: each text has the token that it gets alone."""
+        expected, _ = self.expect(inputs, rows)
+        assert step.chosen().tolist() == expected
+        for text, token in zip(texts, expected, strict=True):
+            assert token is not None
+            text.tokens.append(token)
+
     def step(self, texts: Sequence[Text], rows: Sequence[SamplingRow]) -> None:
         """One step of all. A text without an allowed token is tried again with the next one."""
         inputs = self.pack(texts)
@@ -261,11 +275,7 @@ def run_ahead(runners: Runners, texts: list[Text], others: list[Text], dice: ran
             packed = runners.pack_ahead([*(texts[at] for at in left), *joining])
             following = runners.graph.launch(packed, rows_ahead, after=after)
             assert following is not None
-        expected, _ = runners.expect(inputs, rows)
-        assert step.chosen().tolist() == expected
-        for text, token in zip(texts, expected, strict=True):
-            assert token is not None
-            text.tokens.append(token)
+        runners.read(step, inputs, texts, rows)
         texts, step = [*(texts[at] for at in left), *joining], following
         if step is None:
             return
@@ -323,11 +333,7 @@ def test_penalties_of_a_step_launched_ahead_count_the_token_that_only_the_device
         following = runners.graph.launch(
             runners.pack_ahead(left), [] if where is None else [row_ahead(text) for text in left], after=after
         )
-        expected, _ = runners.expect(inputs, rows)
-        assert step.chosen().tolist() == expected
-        for text, token in zip(texts, expected, strict=True):
-            assert token is not None
-            text.tokens.append(token)
+        runners.read(step, inputs, texts, rows)
         texts, step = left, following
         inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
 
@@ -372,14 +378,10 @@ def test_while_a_launched_step_is_not_read_others_run_beside_it(runners: Runners
         assert runners.graph.launch(runners.pack(others[2:]), [SamplingRow()]) is None
         others[2].sequence.length -= 1
         runners.step(others, [text.row(dice) for text in others])
-        expected, _ = runners.expect(inputs, rows)
         following = runners.graph.launch(runners.pack_ahead(texts), (), after=After(step))
         assert following is not None
         runners.begin(0, [7] * 20)
-        assert step.chosen().tolist() == expected
-        for text, token in zip(texts, expected, strict=True):
-            assert token is not None
-            text.tokens.append(token)
+        runners.read(step, inputs, texts, rows)
         inputs, rows, step = runners.pack(texts), [text.row(dice) for text in texts], following
     assert step.chosen().tolist() == runners.expect(inputs, rows)[0]
     for text in texts:
@@ -449,11 +451,7 @@ def test_memory_of_a_launch_that_failed_is_not_written_while_it_is_read(
         with pytest.raises(RuntimeError, match="planted"):
             runners.graph.launch(following, [rows[0], rows[2]], after=after)
         queue.fails_after = None
-        expected, _ = runners.expect(inputs, rows)
-        assert step.chosen().tolist() == expected
-        for text, token in zip(texts, expected, strict=True):
-            assert token is not None
-            text.tokens.append(token)
+        runners.read(step, inputs, texts, rows)
     else:
         queue.fails_after = fails_after
         with pytest.raises(RuntimeError, match="planted"):

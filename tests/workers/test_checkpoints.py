@@ -15,7 +15,7 @@ from benchmarks.in_process import LlmExecutor
 from tests.bad_directories import setting
 from tests.families import seeing_config, settings_of
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
-from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from tests.workers.packing import random_texts, rows_of_text
 from workers.executors.loading import choose_backend
 from workers.models.errors import ModelError
 from workers.models.weights import load_planned, plan_load
@@ -66,9 +66,7 @@ def assert_is_the_librarys(directory: Path, backend: str) -> None:
     executor.warmup()
     if backend == "native":
         decoder = load_decoder(directory, torch.float32, pack=True)
-        inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-        logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
-        assert (logits - expected).abs().max() < losses
+        assert (rows_of_text(decoder, text) - expected).abs().max() < losses
     assert executor.prefill(1, text).token_id == expected[-1].argmax()
 
 
@@ -103,14 +101,19 @@ def test_base_models_whose_last_norm_has_another_name(name: str, tmp_path: Path)
     assert load_planned(plan_load(tmp_path))[1].fingerprint == whole.fingerprint
 
 
-def test_a_head_of_its_own_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_head_of_its_own_is_logged_where_the_config_ties_it(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_family_model(tmp_path, *settings_of("llama3"), seed=7)
     rewrite(tmp_path, own_head)
-    for backend in ("native", "transformers"):
+    for tied in (True, False):
+        setting(tie_word_embeddings=tied)(tmp_path)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             LlmExecutor.load(tmp_path, kv_pages=8, backend=backend)
-        assert f"tensor {HEAD} differs from {EMBEDDING}, so the two are not tied" in caplog.text
+        said = f"tensor {HEAD} differs from {EMBEDDING}, so the two are not tied"
+        assert (said in caplog.text) == tied
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -147,18 +150,6 @@ def test_tensors_that_native_code_does_not_know_are_left_to_the_library(
     assert executor.prefill(1, text).token_id == hf_logits(tmp_path, text)[-1].argmax()
     with pytest.raises(ModelError, match=why):
         LlmExecutor.load(tmp_path, kv_pages=8, backend="native")
-
-
-def test_a_setting_that_native_code_does_not_support_is_named(tmp_path: Path) -> None:
-    make_family_model(tmp_path, *settings_of("llama"), seed=7)
-    setting(attention_chunk_size=64)(tmp_path)
-    executor = LlmExecutor.load(tmp_path, kv_pages=8)
-    assert executor.info().backend == "transformers"
-    assert executor.capabilities().backend_reason == (
-        "config.json: attention_chunk_size: is not supported, got 64"
-    )
-    asked = LlmExecutor.load(tmp_path, kv_pages=8, backend="transformers")
-    assert asked.capabilities().backend_reason == ""
 
 
 def test_the_text_part_of_a_model_that_sees_may_lack_a_prefix(tmp_path: Path) -> None:

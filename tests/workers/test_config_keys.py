@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tests.families import MODELS, settings_of
+from tests.families import MODELS, settings_of, some
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
-from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from tests.workers.packing import random_texts, rows_of_text
 from workers.models.config import ModelConfig
 from workers.models.config_keys import REFUSED_UNLESS, keys_read
 from workers.models.errors import ModelError
@@ -140,9 +140,7 @@ def test_all_keys_may_be_absent(model_type: str) -> None:
 
 
 # All keys of each family at once: the test before this one.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "llama" else pytest.mark.thorough) for name in MODELS]
-)
+@pytest.mark.parametrize("name", some(MODELS, ("llama",)))
 def test_each_key_may_be_absent(name: str) -> None:
     model_type, settings = settings_of(name)
     whole = {"model_type": model_type, **settings}
@@ -244,10 +242,7 @@ def test_a_changed_config_is_the_model_that_the_library_makes_of_it(
     (text,) = random_texts(3, (40,))
     expected, losses = hf_logits(directory, text), float32_losses(hf_model(directory), [text])[0, -1]
     decoder = load_decoder(directory, torch.float32, pack=True)
-    kv = poisoned_pages(decoder)
-    inputs = new_packer(1).pack_with_states([Item(HandSequence(), text, range(40))], kv)
-    logits = decoder.logits(decoder.forward(inputs, kv))
-    assert (logits - expected).abs().max() < losses
+    assert (rows_of_text(decoder, text) - expected).abs().max() < losses
 
 
 def test_a_cap_of_gemma3_changes_nothing(tmp_path: Path) -> None:

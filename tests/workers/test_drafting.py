@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from tests.commands import CheckIntegrity, Command, Fork, Release, Truncate
 from tests.model_factory import TinyModel, make_model
-from tests.workers.stepping import Worker
+from tests.workers.stepping import Worker, answered, chosen, unhurried
 from workers.drafting import Drafting
 from workers.executors.draft_model import difference
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.sizing import KvSizingError
-from workers.kv.table import KvTable
-from workers.operations import Accept, Forward, IntegrityReport, Kind, Result
+from workers.operations import Accept, Forward, IntegrityReport, Kind
 from workers.outputs import GREEDY, OutputSpec, Sampling, TokenMask
 
 DRAWN = OutputSpec(sampling=Sampling(temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5, seed=5))
@@ -28,13 +27,6 @@ MASKED = OutputSpec(
     sampling=Sampling(temperature=0.8, seed=9, logit_bias={3: 1.0}), mask=TokenMask(packed=b"\xff" * 40)
 )
 OUTPUTS = (GREEDY, DRAWN, MASKED)
-
-
-class Unhurried(Drafting):
-    """How quick this machine is does not matter."""
-
-    def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        super().draft(forwards, table)
 
 
 class DraftingWorker(Worker):
@@ -45,12 +37,13 @@ class DraftingWorker(Worker):
     ) -> None:
         model = PagedAttentionExecutor.create(kv_pages=draft_pages)
         vocab_size = model.info().vocab_size
-        self.drafting = Unhurried(
+        self.drafting = Drafting(
             model.engine,
             vocab_sizes=(vocab_size, vocab_size),
             max_seq_tokens=max_seq_tokens,
             step_tokens=step_tokens,
         )
+        unhurried(self.drafting)
         super().__init__(pages=pages, drafting=self.drafting)
         self._op_ids = iter(range(1, 1 << 30))
         self.texts: dict[int, list[int]] = {}
@@ -69,7 +62,7 @@ class DraftingWorker(Worker):
             **many,  # type: ignore[arg-type]
         )
 
-    def done(self, *forwards: Forward) -> list[Forward]:
+    def all_done(self, *forwards: Forward) -> list[Forward]:
         """What is answered; the texts are as long as what is kept."""
         answers = self.answers(*forwards)
         found = [answered(answers[forward.op_id]) for forward in forwards]
@@ -86,12 +79,8 @@ class DraftingWorker(Worker):
         return next(self._op_ids)
 
 
-def answered(result: Result) -> Forward:
-    assert isinstance(result, Forward), result
-    return result
-
-
-def chosen(forward: Forward) -> int:
+def next_token(forward: Forward) -> int:
+    """The one behind what is kept of a forward."""
     return forward.outputs[forward.kept - len(forward.token_ids) - 1].token_id
 
 
@@ -127,15 +116,15 @@ def test_a_draft_model_that_is_the_model_is_always_right(draft_pages: int, seed:
             number = next(numbers)
             outputs[number] = rng.choice(OUTPUTS)
             prompt = [rng.randrange(200) for _ in range(rng.choice([1, 5, 40]))]
-            (last[number],) = worker.done(worker.ask(number, prompt, 0, outputs[number]))
+            (last[number],) = worker.all_done(worker.ask(number, prompt, 0, outputs[number]))
         else:
             asked = []
             for number in idle:
                 before = last[number]
-                token = rng.randrange(200) if before is None else chosen(before)
+                token = rng.randrange(200) if before is None else next_token(before)
                 tokens = [token, *(before.drafts if before is not None else ())]
                 asked.append(worker.ask(number, tokens, rng.randint(0, 5), outputs[number]))
-            for forward in worker.done(*asked):
+            for forward in worker.all_done(*asked):
                 # All that was drafted is what the model chooses: nothing is cut.
                 assert forward.kept == len(forward.token_ids)
                 last[forward.sequence] = forward
@@ -146,37 +135,37 @@ def test_a_draft_model_that_is_the_model_is_always_right(draft_pages: int, seed:
     for number in list(last):
         worker.change(Release(worker.next_id(), [number]))
     worker.texts.clear()
-    worker.done(worker.ask(1000, [1, 2], 1, GREEDY))
+    worker.all_done(worker.ask(1000, [1, 2], 1, GREEDY))
     assert worker.drafting.engine.kv_table.usage().sequences <= 1, "what is gone is dropped"
 
 
 def test_a_long_prompt_is_computed_in_parts_before_anything_is_drafted() -> None:
     worker = DraftingWorker(step_tokens=50, max_seq_tokens=140)
-    (forward,) = worker.done(worker.ask(1, [index % 90 for index in range(120)], 4, GREEDY))
+    (forward,) = worker.all_done(worker.ask(1, [index % 90 for index in range(120)], 4, GREEDY))
     rounds = 1
     while not forward.drafts:
-        (forward,) = worker.done(worker.ask(1, [chosen(forward)], 4, GREEDY))
+        (forward,) = worker.all_done(worker.ask(1, [next_token(forward)], 4, GREEDY))
         rounds += 1
     assert rounds == 3 and len(forward.drafts) == 4
     while forward.drafts:
-        (forward,) = worker.done(worker.ask(1, [chosen(forward), *forward.drafts], 4, GREEDY))
+        (forward,) = worker.all_done(worker.ask(1, [next_token(forward), *forward.drafts], 4, GREEDY))
     # The draft model has no room for more.
     assert 136 <= len(worker.texts[1]) <= 140
 
 
 def test_a_draft_model_that_fails_leaves_the_answers(caplog: pytest.LogCaptureFixture) -> None:
     worker = DraftingWorker()
-    (forward,) = worker.done(worker.ask(1, [1, 2, 3], 4, GREEDY))
+    (forward,) = worker.all_done(worker.ask(1, [1, 2, 3], 4, GREEDY))
     assert len(forward.drafts) == 4
 
     def fail(*_: object) -> None:
         raise ValueError("planted")
 
     execute, worker.drafting.engine.execute = worker.drafting.engine.execute, fail  # type: ignore[assignment,method-assign]
-    (forward,) = worker.done(worker.ask(1, [chosen(forward)], 4, GREEDY))
+    (forward,) = worker.all_done(worker.ask(1, [next_token(forward)], 4, GREEDY))
     assert not forward.drafts
     worker.drafting.engine.execute = execute  # type: ignore[method-assign]
-    (forward,) = worker.done(worker.ask(1, [chosen(forward)], 4, GREEDY))
+    (forward,) = worker.all_done(worker.ask(1, [next_token(forward)], 4, GREEDY))
     assert len(forward.drafts) == 4
 
 
@@ -197,10 +186,10 @@ def test_a_draft_model_with_fewer_tokens_drafts_those_that_it_has(directory: Pat
     assert isinstance(drafting, Drafting) and drafting.engine.kv_table.usage().pages_total == 20
     worker = Worker(executor.engine, drafting=drafting)
     bias = OutputSpec(sampling=Sampling(logit_bias={95: 100.0}), mask=TokenMask(allowed=(95, 96)))
-    (found,) = worker.answers(Forward(1, 1, 0, [5, 6], output=bias, draft_tokens=3)).values()
-    assert not answered(found).drafts and chosen(answered(found)) == 95, "a token that it does not have"
-    (found,) = worker.answers(Forward(2, 2, 0, [5, 6], draft_tokens=3)).values()
-    assert len(answered(found).drafts) == 3 or chosen(answered(found)) >= 90
+    found = worker.done(Forward(1, 1, 0, [5, 6], output=bias, draft_tokens=3))
+    assert not found.drafts and chosen(found) == 95, "a token that it does not have"
+    found = worker.done(Forward(2, 2, 0, [5, 6], draft_tokens=3))
+    assert len(found.drafts) == 3 or chosen(found) >= 90
 
 
 def test_pages_of_both_models_are_refused_together(directory: Path) -> None:
@@ -225,7 +214,7 @@ def test_tokenizers_are_compared_token_by_token() -> None:
 
 def test_an_integrity_check_finds_errors_in_the_pages_of_the_draft_model() -> None:
     worker = DraftingWorker()
-    worker.done(worker.ask(1, [1, 2, 3], 4, GREEDY))
+    worker.all_done(worker.ask(1, [1, 2, 3], 4, GREEDY))
     reports = worker.answers(CheckIntegrity(worker.next_id(), check_pages=True)).values()
     assert [one.intact for one in reports if isinstance(one, IntegrityReport)] == [True]
     worker.drafting.engine.kv_table._pool._refcounts[9] += 1
@@ -248,6 +237,6 @@ def test_pages_of_a_draft_model_are_stored_as_those_of_the_model(directory: Path
         assert isinstance(drafting, Drafting) and drafting.engine.kv.quantised == executor.engine.kv.quantised
         stored[kv_dtype] = drafting.engine.kv.bytes_per_page
         worker = Worker(executor.engine, drafting=drafting)
-        (found,) = worker.answers(Forward(1, 1, 0, [5, 6], draft_tokens=3)).values()
-        assert len(answered(found).drafts) == 3 or chosen(answered(found)) >= 90
+        found = worker.done(Forward(1, 1, 0, [5, 6], draft_tokens=3))
+        assert len(found.drafts) == 3 or chosen(found) >= 90
     assert stored["int8"] < stored["auto"]

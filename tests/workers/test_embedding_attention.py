@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks.in_process import PagedAttentionExecutor
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import (
     HandPacker,
@@ -181,14 +180,3 @@ def test_greedy_texts_are_diverse() -> None:
     assert len(set(tokens)) > 0.9 * drawn
     assert sum(a == b for a, b in itertools.pairwise(tokens)) < 40
     assert max(Counter(tokens).values()) < 40
-
-
-def test_the_executor_describes_it() -> None:
-    executor = PagedAttentionExecutor.create(kv_pages=8)
-    able = executor.capabilities()
-    assert able.kv_capacity_tokens == 8 * PAGE_SIZE and able.batch_invariant
-    assert able.bytes_per_page == PAGE_SIZE * 2 * HEAD_DIM * 4
-    prompt = list(range(40))
-    text = [executor.prefill(1, prompt).token_id]
-    text.append(executor.decode(1, text[0]).token_id)
-    assert executor.forward([*prompt, text[0]])[-1].token_id == text[1]

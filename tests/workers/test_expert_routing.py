@@ -19,7 +19,7 @@ from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
-from tests.workers.stepping import Worker
+from tests.workers.stepping import Worker, answered
 from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
 from workers.operations import Failed, Forward, Kind
@@ -167,8 +167,8 @@ def test_given_experts_and_free_ones_share_a_step(executor: LlmExecutor, directo
     free = Forward(2, 12, 0, plain, rows=50, **common)
     answers = worker.answers(replayed, free)
     for op_id, text in ((1, scored), (2, plain)):
-        answer = answers[op_id]
-        assert isinstance(answer, Forward) and answer.steps > 1
+        answer = answered(answers[op_id])
+        assert answer.steps > 1
         used = experts_of(answer.outputs, executor)
         actual = torch.tensor([list(output.chosen_logprobs) for output in answer.outputs])
         torch.testing.assert_close(actual, given_logprobs(directory, text, used), rtol=0, atol=ERROR)
@@ -229,9 +229,7 @@ def test_no_page_is_shared_with_another_routing(executor: LlmExecutor) -> None:
         op = Forward(
             op_id, 20 + op_id, 0, text, rows=1, kind=Kind.SCORE, ephemeral=True, experts=experts, salt=salt
         )
-        answer = worker.answers(op)[op_id]
-        assert isinstance(answer, Forward)
-        made.append(answer.reused)
+        made.append(worker.done(op).reused)
     assert made == [0, 0, 0, 0, 32, 32]
 
 
@@ -249,11 +247,8 @@ def test_a_row_that_fails_takes_nobody_elses(executor: LlmExecutor, directory: P
     )
     assert len(worker.steps) == 1 and isinstance(answers[2], Failed)
     for at in (0, 2):
-        answer = answers[1 + at]
-        assert isinstance(answer, Forward)
-        assert np.array_equal(
-            experts_of(answer.outputs, executor), library_experts(directory, texts[at])[-1:]
-        )
+        found = experts_of(answered(answers[1 + at]).outputs, executor)
+        assert np.array_equal(found, library_experts(directory, texts[at])[-1:])
 
 
 def test_more_experts_than_a_byte_counts(tmp_path: Path) -> None:
@@ -295,10 +290,9 @@ def test_a_prelaunched_decode_has_its_experts(
             prompt_len=5,
             prelaunch=prelaunch,
         )
-        done = worker.answers(op)[op.op_id]
+        done = worker.done(op)
         while worker.loop.operations_in_flight:  # what is guessed is computed before it is asked for
             worker.round()
-        assert isinstance(done, Forward)
         rows += done.outputs
         text = [*text, done.outputs[-1].token_id]
     assert executor.engine.stats.status().counts.decode_operations == 7

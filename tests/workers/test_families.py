@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import FEW, MODELS, WITHOUT_STATES, by_turns, seeing_config, settings_of
+from tests.families import FEW, MODELS, WITHOUT_STATES, by_turns, seeing_config, settings_of, some
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -35,6 +35,7 @@ from tests.workers.packing import (
     poisoned_pages,
     random_texts,
     rows_in_chunks,
+    rows_of_text,
     rows_of_trees,
 )
 from workers.executors.loading import choose_backend
@@ -153,11 +154,7 @@ def test_a_matrix_that_is_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None
 WITH_TREES = ("qwen3_moe with dense layers", "gemma2", "phi3")
 
 
-@pytest.mark.parametrize(
-    "made",
-    [pytest.param(name, marks=() if name in WITH_TREES else pytest.mark.thorough) for name in WITHOUT_STATES],
-    indirect=True,
-)
+@pytest.mark.parametrize("made", some(WITHOUT_STATES, WITH_TREES), indirect=True)
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
     _, directory = made
     decoder = load_decoder(directory, pack=True)
@@ -195,11 +192,7 @@ def test_only_the_slots_of_its_tokens_are_written_and_inputs_are_not(tmp_path: P
 ROUNDED = (*FEW, "gemma", "granite", "lfm2", "granite hybrid", "qwen3_5")
 
 
-@pytest.mark.parametrize(
-    "made",
-    [pytest.param(name, marks=() if name in ROUNDED else pytest.mark.thorough) for name in MODELS],
-    indirect=True,
-)
+@pytest.mark.parametrize("made", some(MODELS, ROUNDED), indirect=True)
 def test_bfloat16_errs_no_more_than_transformers(made: tuple[str, Path]) -> None:
     assert_errs_no_more_than_transformers(made[1], torch.bfloat16)
 
@@ -219,8 +212,7 @@ def assert_errs_no_more_than_transformers(directory: Path, dtype: torch.dtype) -
     (text,) = random_texts(8, (60,))
     exact = hf_logits(directory, text)
     theirs = (hf_logits(directory, text, dtype) - exact).abs().mean()
-    items = [Item(HandSequence(), text, range(60))]
-    logits = new_packer(5).run(decoder, items, poisoned_pages(decoder))
+    logits = rows_of_text(decoder, text)
     assert logits.dtype == dtype
     assert (logits.float() - exact).abs().mean() <= 2 * theirs
 
@@ -261,9 +253,9 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
     (text,) = random_texts(9, (40,))
     with torch.inference_mode():
         expected = whole(torch.tensor([text]), use_cache=False).logits[0]
-    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
-    assert (logits - expected).abs().max() < float32_losses(hf_model(tmp_path), [text])[0, -1]
+    assert (rows_of_text(decoder, text) - expected).abs().max() < float32_losses(hf_model(tmp_path), [text])[
+        0, -1
+    ]
 
 
 def test_tensors_for_the_prediction_of_several_tokens_are_left_out(tmp_path: Path) -> None:

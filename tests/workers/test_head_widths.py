@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels.cpu import library
 from kernels.packed_pages import PackedKeys
-from tests.families import settings_of
+from tests.families import settings_of, some
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
@@ -20,9 +20,7 @@ from workers.models.model import new_pages
 
 # The ends, what kernels have, what is beside it, open_llama_3b's 100, and one beyond all kernels.
 SOME = (2, 14, 16, 18, 62, 96, 100, 130, 254, 256, 578)
-WIDTHS = [
-    pytest.param(width, marks=() if width in SOME else pytest.mark.thorough) for width in range(2, 260, 2)
-]
+WIDTHS = some(range(2, 260, 2), SOME)
 # Rotations of whole heads, of normalised heads, with caps and windows, and of a part of a head.
 FAMILIES = ("llama", "qwen3", "gemma2", "phi3")
 

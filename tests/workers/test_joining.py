@@ -14,9 +14,9 @@ import pytest
 
 from tests.commands import Abort, ChangeAdapters, Release
 from tests.workers.late_runner import LateStep
-from tests.workers.stepping import Worker
+from tests.workers.stepping import Worker, chosen
 from tests.workers.test_adapter_table import FakeModel
-from tests.workers.test_prelaunch import chosen, prefill
+from tests.workers.test_prelaunch import prefill
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
 from workers.decodes import Decodes

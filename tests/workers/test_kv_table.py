@@ -362,31 +362,6 @@ def grow(table: KvTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[i
     return copies
 
 
-def test_with_other_weights_sequences_keep_their_pages_and_share_no_more() -> None:
-    """Nor do their forks, whose next pages are of both weights."""
-    table, tokens = KvTable(16, PAGE), [0] * 2 * PAGE
-    kept, other, released = (table.create(key, b"salt") for key in range(3))
-    for seq in (kept, other):
-        grow(table, seq, tokens[:PAGE])
-    grow(table, released, [1] * PAGE)
-    table.release(released.key)
-    pages = kept.pages[:]
-    table.forget_prefixes()
-    (fork,) = table.fork(kept, [3])
-    assert kept.pages == fork.pages == pages and table.salt_of(fork) == b"salt"
-    grow(table, kept, tokens[PAGE:])
-    fresh = table.create(4, b"salt")
-    for seq in (fork, other, fresh):
-        assert table.match_prefix(seq, tokens[PAGE:], PAGE) == 0
-        assert table.find_prefix(seq, b"salt", tokens[PAGE:], PAGE)[0] == 0
-    assert table.match_prefix(fresh, [1] * PAGE, PAGE) == 0
-    grow(table, fresh, tokens)
-    (child,) = table.fork(fresh, [5])
-    table.truncate(child, PAGE)
-    assert table.match_prefix(child, tokens[PAGE:], PAGE) == PAGE
-    table.check_integrity()
-
-
 def test_wrong_calls_change_nothing() -> None:
     table = KvTable(4, PAGE)
     seq = table.create(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -27,24 +26,6 @@ def new_kv(
         for pages in kv.layer(index):
             pages.data.copy_(torch.randn(pages.shape))
     return kv
-
-
-@SHAPES
-def test_layers_are_apart_and_contiguous(layers: Sequence[LayerKv]) -> None:
-    kv = new_kv(layers)
-    assert kv.num_layers == len(layers)
-    taken = []
-    for index, layer in enumerate(layers):
-        keys, values = kv.layer(index)
-        assert keys.shape == (40, 16, layer.kv_heads, layer.key_dim)
-        assert values.shape == (40, 16, layer.kv_heads, layer.value_dim)
-        for pages in (keys, values):
-            data = pages.data
-            assert data.is_contiguous()
-            taken.append((data.data_ptr(), data.data_ptr() + data.nbytes))
-    taken.sort()
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
-    assert kv.layer(1)[0].data.data_ptr() == kv.layer(1)[0].data.data_ptr()
 
 
 def test_one_piece_of_memory_where_all_is_alike() -> None:
@@ -123,12 +104,3 @@ def test_bytes_of_a_page(layers: Sequence[LayerKv]) -> None:
     taken_bytes = sum(pages.data.nbytes for index in range(kv.num_layers) for pages in kv.layer(index))
     assert kv.bytes_per_page == taken_bytes // 40
     assert kv.bytes_per_page == KvTensors.page_bytes(layers, page_size=16, dtype=torch.bfloat16)
-
-
-def test_sizes_are_checked() -> None:
-    with pytest.raises(ValueError, match="num_pages: must be at least 1, got 0"):
-        new_kv(num_pages=0)
-    with pytest.raises(ValueError, match="layers: must be at least 1, got 0"):
-        new_kv(())
-    with pytest.raises(ValueError, match="value_dim: must be at least 1, got 0"):
-        LayerKv(1, 8, 0)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.bad_directories import setting
+from tests.families import some
 from tests.model_factory import float32_losses
 from tests.recurrent import RECURRENT
 from tests.tiny_types import VOCAB, tiny_config, tiny_model
@@ -106,13 +107,7 @@ def losses_of(model: LibraryModel, texts: Sequence[list[int]]) -> torch.Tensor:
         return float32_losses(model.module, texts, with_states=model.has_hidden_states)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=() if name in ALWAYS.split() else pytest.mark.thorough)
-        for name in (RUN + GATHERED).split()
-    ],
-)
+@pytest.mark.parametrize("model_type", some((RUN + GATHERED).split(), ALWAYS.split()))
 def test_a_family_over_pages_computes_what_the_library_does(model_type: str) -> None:
     model = make_library_model(tiny_model(model_type))
     assert isinstance(model, GatheredModel) == (model_type in GATHERED.split())
@@ -122,10 +117,7 @@ def test_a_family_over_pages_computes_what_the_library_does(model_type: str) -> 
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        pytest.param(name, marks=() if name in ALWAYS_RECURRENT.split() else pytest.mark.thorough)
-        for name in sorted(RECURRENT.keys() - {LOSSY})
-    ],
+    some(sorted(RECURRENT.keys() - {LOSSY}), ALWAYS_RECURRENT.split()),
 )
 def test_a_family_with_recurrent_layers_computes_what_the_library_does(model_type: str) -> None:
     model = make_library_model(tiny_model(model_type, **RECURRENT[model_type]))
@@ -327,18 +319,6 @@ def test_code_of_a_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Monk
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     setting(auto_map=auto_map)(directory)
     assert load_checked(directory).architecture == "cohere"
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_head_that_is_tied_and_differs_is_that_of_the_files(
-    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As the library takes the files' word, against the config's."""
-    tiny_model("arcee", tie_word_embeddings=False).save_pretrained(tmp_path)
-    setting(tie_word_embeddings=tied)(tmp_path)
-    load_checked(tmp_path)
-    said = "tensor lm_head.weight differs from model.embed_tokens.weight, so the two are not tied"
-    assert (said in caplog.text) == tied
 
 
 def test_experts_of_which_a_token_goes_through_none_are_refused(tmp_path: Path) -> None:

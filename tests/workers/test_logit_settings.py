@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quire.v1 import types_pb2
 
 from tests.masks import forms
+from tests.workers.gateway_end import forward_command
 from workers import wire
 from workers.batch import sampling_rows
 from workers.common import worker_pb2
@@ -104,10 +105,7 @@ def test_rows_of_a_scoring_share_their_history() -> None:
 
 def forward_with(mask: types_pb2.TokenMask) -> worker_pb2.WorkerCommand:
     options = worker_pb2.ForwardOptions(rows=1, output=types_pb2.OutputOptions(mask=mask))
-    command = worker_pb2.ForwardCommand(
-        sequence=1, token_ids=[1], options=options.SerializeToString(), kind="OPERATION_KIND_DECODE"
-    )
-    return worker_pb2.WorkerCommand(op_id=1, forward=command)
+    return forward_command(1, 1, [1], "DECODE", options=options.SerializeToString())
 
 
 def test_the_wire_makes_bits_of_a_list() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.adapter_factory import model_weights
-from tests.families import MODELS, by_turns, settings_of
+from tests.families import MODELS, by_turns, settings_of, some
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
     TinyModel,
@@ -43,10 +43,7 @@ LENGTHS = (20, 33, 1, 50, 17)
 MERGED = ("llama with biases", "qwen3_moe with dense layers", "phi3")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in MERGED else pytest.mark.thorough) for name in MODELS],
-)
+@pytest.fixture(scope="module", params=some(MODELS, MERGED))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     return make_family_model(directory, *settings_of(request.param), seed=7)
@@ -188,17 +185,6 @@ def test_a_slot_is_replaced_and_emptied(small: Path) -> None:
     empty, one, other, again, emptied = found
     assert torch.equal(one, again) and torch.equal(empty, emptied)
     assert not torch.equal(one, other) and not torch.equal(one, empty) and not torch.equal(other, empty)
-
-
-def test_only_keys_and_values_of_rows_with_an_adapter(small: Path) -> None:
-    """No row is wanted at first."""
-    decoder, (text, *_) = load(small), random_texts(10, LENGTHS)
-    decoder.set_lora(1, decoder.pack_lora(adapter(decoder, 1)))
-    kv, packer, sequence = poisoned_pages(decoder), new_packer(2), HandSequence(lora_slot=1)
-    assert not len(decoder.forward(packer.pack([Item(sequence, text[:12], ())]), kv))
-    logits = decoder.logits(decoder.forward(packer.pack([Item(sequence, text[12:], range(8))]), kv))
-    expected = logits_of(decoder, [text], (1,))[0][12:]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_what_does_not_fit_is_refused_by_its_name(small: Path) -> None:

@@ -14,16 +14,16 @@ from tests.families import settings_of
 from tests.model_factory import make_family_model
 from tests.mtp_heads import LAYERS, MtpOracle, make_mtp_model
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
-from tests.workers.stepping import Worker
+from tests.workers.stepping import Worker, answered, unhurried
+from tests.workers.test_drafting import next_token
 from tests.workers.test_families import assert_same
 from workers.common.draft_models import MTP_HEAD
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
 from workers.head_drafting import HeadDrafting
-from workers.kv.table import KvTable
 from workers.models.errors import ModelError
 from workers.models.weights import load_planned, plan_load
-from workers.operations import Accept, Forward, Kind, Result
+from workers.operations import Accept, Forward, Kind
 
 VOCAB = 97
 # Of a row of logits in float32, as of other recurrent models.
@@ -38,13 +38,9 @@ class Drafted:
         self.executor = LlmExecutor.load(directory, draft=Path(MTP_HEAD), **settings)
         drafting = self.executor.drafting
         assert isinstance(drafting, HeadDrafting)
-        # How quick this machine is does not matter.
-        self._draft, drafting.draft = drafting.draft, self._unhurried  # type: ignore[method-assign]
+        unhurried(drafting)
         self.worker = Worker(self.executor.engine, drafting=drafting)
         self._op_ids = iter(range(1, 1 << 30))
-
-    def _unhurried(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        self._draft(forwards, table)
 
     def next_id(self) -> int:
         return next(self._op_ids)
@@ -52,15 +48,6 @@ class Drafted:
     def done(self, *forwards: Forward) -> list[Forward]:
         found = self.worker.answers(*forwards)
         return [answered(found[forward.op_id]) for forward in forwards]
-
-
-def answered(result: Result) -> Forward:
-    assert isinstance(result, Forward), result
-    return result
-
-
-def chosen(forward: Forward) -> int:
-    return forward.outputs[forward.kept - len(forward.token_ids) - 1].token_id
 
 
 @pytest.fixture(scope="module", params=LAYERS)
@@ -90,7 +77,7 @@ def test_drafts_are_those_of_the_head(made: tuple[str, Path]) -> None:
     text = [random.Random(1).randrange(VOCAB) for _ in range(37)]
     (forward,) = drafted.done(Forward(drafted.next_id(), 1, 0, text, draft_tokens=6))
     assert len(forward.drafts) == 6
-    check(oracle, [*text, chosen(forward)], forward.drafts)
+    check(oracle, [*text, next_token(forward)], forward.drafts)
 
 
 @pytest.mark.parametrize("made", ["qwen3_next", "deepseek_v3"], indirect=True)
@@ -125,7 +112,7 @@ def test_whatever_happens_to_a_sequence_the_head_follows(made: tuple[str, Path])
             asked.append(Forward(drafted.next_id(), new, 0, prompt, draft_tokens=3))
         for number in idle:
             before = last.get(number)
-            token = dice.randrange(VOCAB) if before is None else chosen(before)
+            token = dice.randrange(VOCAB) if before is None else next_token(before)
             drafts = list(before.drafts if before is not None and dice.random() < 0.8 else ())
             if drafts and dice.random() < 0.5:
                 drafts[-1] = dice.randrange(VOCAB)
@@ -150,7 +137,7 @@ def test_whatever_happens_to_a_sequence_the_head_follows(made: tuple[str, Path])
             last[forward.sequence] = forward
             assert len(forward.drafts) == forward.draft_tokens
             if forward.drafts:
-                check(oracle, [*text, chosen(forward)], forward.drafts)
+                check(oracle, [*text, next_token(forward)], forward.drafts)
     assert rejected and reused
     drafted.executor.engine.release_all()
     assert not drafted.executor.engine.kv_table.usage().pages_referenced

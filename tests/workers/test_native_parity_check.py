@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from kernels.rope import rope_frequencies
-from tests.bad_directories import setting
 from tests.families import MODELS, settings_of
 from tests.model_factory import make_family_model
 from workers.executors.llm import LlmExecutor
-from workers.kv.sizing import KvSizingError
 from workers.models import builder, config, native_parity_check
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
@@ -109,16 +107,6 @@ def test_a_config_that_the_library_reads_differently_is_refused(tmp_path: Path) 
         check_native(tmp_path, dataclasses.replace(read, rms_norm_eps=0.1), torch.float32, CPU)
 
 
-def test_states_that_do_not_fit_into_memory_are_a_refusal(tmp_path: Path) -> None:
-    """And not the end of the check's process, after which a worker is started again and again."""
-    family, settings = settings_of("granite hybrid")
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_groups": 1}
-    states = {"mamba_n_heads": 64, "mamba_d_head": 1024, "mamba_d_state": 1 << 16, "mamba_expand": 8192}
-    make_family_model(tmp_path, family, {**settings, **sizes, **states})
-    with pytest.raises(KvSizingError, match="the recurrent states do not fit"):
-        run_check(tmp_path)
-
-
 @pytest.mark.parametrize(("pair", "share"), [(-1, 1e-2), (0, 1e-6)], ids=["slow", "fast"])
 def test_a_pair_that_turns_otherwise_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: int, share: float
@@ -144,11 +132,3 @@ def test_a_worker_refuses_a_model_that_differs(tmp_path: Path, monkeypatch: pyte
         LlmExecutor.load(tmp_path, kv_pages=8)
     # Who asks for it gets it.
     assert LlmExecutor.load(tmp_path, kv_pages=8, self_check=False).info().vocab_size == 97
-
-
-def test_what_native_code_lacks_is_run_by_the_library(tmp_path: Path) -> None:
-    make_family_model(tmp_path, *settings_of("llama"))
-    setting(hidden_act="relu")(tmp_path)
-    assert LlmExecutor.load(tmp_path, kv_pages=8).info().backend == "transformers"
-    with pytest.raises(ModelError, match="hidden_act: must be one of"):
-        LlmExecutor.load(tmp_path, kv_pages=8, backend="native")

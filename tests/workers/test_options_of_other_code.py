@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from quire.v1 import types_pb2
 
-from tests.workers.gateway_end import LAST_ROW, Gateway
+from tests.workers.gateway_end import LAST_ROW, Gateway, forward_command
 from tests.workers.test_server import served
 from workers import forward_options, wire
 from workers.common import worker_pb2
@@ -65,7 +65,7 @@ async def test_a_field_that_the_protos_do_not_have_is_refused_by_its_path(index:
         wire.to_command(command(1, options.SerializeToString()), ModelSizes(64))
     assert refused.value.field == f"{path}200"
     async with served(kv_pages=32) as (gateway, _):
-        gateway.ask(op_id=1, forward=command(1, options.SerializeToString()).forward)
+        gateway.send(command(1, options.SerializeToString()))
         error = (await gateway.next("error")).error
         assert (error.reason, error.field) == (worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED, f"{path}200")
         await still_serves(gateway)
@@ -130,14 +130,11 @@ def change(rng: random.Random, message: Any, field: Any) -> None:
 
 
 def command(op_id: int, options: bytes, kind: str = "PREFILL") -> worker_pb2.WorkerCommand:
-    forward = worker_pb2.ForwardCommand(
-        sequence=op_id, token_ids=TOKENS, options=options, kind=f"OPERATION_KIND_{kind}", ephemeral=True
-    )
-    return worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
+    return forward_command(op_id, op_id, TOKENS, kind, options=options, ephemeral=True)
 
 
 async def still_serves(gateway: Gateway) -> None:
-    gateway.ask(op_id=1 << 40, forward=command(1 << 40, LAST_ROW).forward)
+    gateway.send(command(1 << 40, LAST_ROW))
     assert (await gateway.next("forward")).op_id == 1 << 40
 
 
@@ -151,7 +148,7 @@ async def test_whatever_the_options_each_command_is_answered_and_the_worker_serv
             commands = [command(op_id, sent[op_id], kind) for op_id, kind in zip(sent, kinds, strict=True)]
             # Another caller's command in the same message.
             commands.append(command(other := first + 1000, LAST_ROW))
-            gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=commands))
+            gateway.send(*commands)
             missing = {*sent, other}
             while missing:
                 event = await asyncio.wait_for(gateway.events.get(), _PATIENCE_S)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from kernels.linear import can_pack
+from tests.workers.test_weights import loaded_bytes
+from workers.models import checkpoint
 from workers.models.library.library_model import LibraryModel
 from workers.models.library.loading import load_library_model, plan_library_model
 from workers.models.library.packed_linear import (
@@ -24,8 +24,6 @@ from workers.models.library.packed_linear import (
     plain_products,
 )
 from workers.models.library.parity_check import check_loaded
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.zeros(64, 64, dtype=torch.bfloat16)), reason="no kernels are compiled for this CPU"
@@ -153,22 +151,6 @@ def test_what_gains_nothing_stays_as_it_is(layer: nn.Linear) -> None:
     assert type(layer) is before
 
 
-# Prints the bytes resident before a load, at its peak and after it, and those of the weights.
-MEASURE = """
-import sys, torch
-from workers.models.library.loading import load_library_model, plan_library_model
-torch.set_num_threads(1)
-def resident(what):
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(what))
-# What the first load and forward import is not a model's.
-load_library_model(plan_library_model(sys.argv[2]))
-plan = plan_library_model(sys.argv[1])
-before = resident("VmHWM")
-model, description = load_library_model(plan)
-print(before, resident("VmHWM"), resident("VmRSS"), description.weight_bytes)
-"""
-
-
 # Of native models: tests/workers/test_weights.py.
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
@@ -177,16 +159,7 @@ def test_peak_memory_of_a_load(tmp_path: Path) -> None:
     large, small = tmp_path / "large", tmp_path / "small"
     _llama(large, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=2000)
     _llama(small, hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=100)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(large), str(small)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    before, peak, after, weights = map(int, done.stdout.split())
+    before, peak, weights = loaded_bytes(large, small, checkpoint.PART_BYTES, "transformers")
     assert weights > 120 << 20
     # What allocators round up: an eighth of them.
     assert peak - before <= weights + (8 << 20) + weights // 8
-    assert after - before <= weights + weights // 8

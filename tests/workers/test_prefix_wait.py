@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.commands import Abort, Command
+from tests.families import some
 from tests.workers import stepping
 from workers.operations import Forward, Priority
 
@@ -95,9 +96,7 @@ def test_a_step_does_not_wait_for_many_prompts_to_be_compared(monkeypatch: pytes
     assert sum(done[number].reused for number in range(1, 101)) == 99 * 64
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(4, 30))]
-)
+@pytest.mark.parametrize("seed", some(range(30), range(4)))
 def test_answers_are_the_same(seed: int) -> None:
     rng = random.Random(seed)
     workers = Worker(batch_tokens=rng.choice([24, 64, 200])), Worker(waits=False)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tests.commands import ChangeAdapters, CheckIntegrity, Command, Release, Truncate, carried_out
-from tests.families import by_turns
+from tests.families import by_turns, some
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
+from tests.workers.stepping import chosen
 from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
 from workers import answers as answers_module
@@ -56,14 +57,9 @@ def decode(op_id: int, sequence: int, position: int, token: int, *, told: bool =
     return Forward(op_id, sequence, position, [token], kind=Kind.DECODE, prompt_len=5, prelaunch=told)
 
 
-def chosen(result: Result) -> int:
-    assert isinstance(result, Forward), result
-    return result.outputs[-1].token_id
-
-
 def running_ahead(worker: stepping.Worker) -> tuple[LateRunner, int]:
     """A text whose decode runs before it is requested, and its token."""
-    token = chosen(worker.answers(prefill(1, 7))[1])
+    token = chosen(worker.done(prefill(1, 7)))
     late = worker.compute_late()
     assert worker.round() == [] and worker.loop._in_flight.step is not None
     return late, token
@@ -143,7 +139,7 @@ def test_prelaunched_forwards_do_not_change_fairness() -> None:
 def test_a_prelaunched_forward_that_fails_has_no_answer(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = chosen(worker.answers(prefill(1, 7))[1])
+    token = chosen(worker.done(prefill(1, 7)))
     monkeypatch.setattr(worker, "_execute", fail)
     assert worker.round() == [] and not worker.loop.operations_in_flight
     failed = worker.answers(decode(2, 7, 5, token))[2]
@@ -153,7 +149,7 @@ def test_a_prelaunched_forward_that_fails_has_no_answer(
 def test_a_verify_that_fails_leaves_nothing_that_was_prelaunched(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = chosen(worker.answers(prefill(1, 7))[1])
+    token = chosen(worker.done(prefill(1, 7)))
     worker.round()
     assert worker.lengths() == {7: 6}
     with monkeypatch.context() as inner:
@@ -184,20 +180,25 @@ def test_no_more_is_computed_than_was_allowed(worker: Worker) -> None:
     assert max(kept) > 1 and worker.lengths() == {7: length}
 
 
-def test_behind_an_end_only_what_runs_already_is_computed(worker: Worker) -> None:
+def four_tokens(worker: Worker, ends: frozenset[int] = frozenset()) -> list[int]:
+    """Of a text whose caller wants several at once, up to one of `ends`."""
+    output = dataclasses.replace(GREEDY, end_token_ids=ends)
+    tokens = [chosen(worker.done(dataclasses.replace(prefill(1, 7), output=output)))]
+    while len(tokens) < 4:
+        position = 4 + len(tokens)
+        request = decode(position, 7, position, tokens[-1])
+        tokens.append(chosen(worker.done(dataclasses.replace(request, output=output, prelaunch=16))))
+    return tokens
+
+
+def test_behind_an_end_only_what_runs_already_is_computed() -> None:
     """Its result is not known yet when the next step is launched."""
 
     def tokens_and_length(ends: frozenset[int]) -> tuple[list[int], int]:
         worker = Worker()
         worker.loop._prelauncher.prelaunch_unrequested = True
         worker.compute_late()
-        output = dataclasses.replace(GREEDY, end_token_ids=ends)
-        tokens = [chosen(worker.answers(dataclasses.replace(prefill(1, 7), output=output))[1])]
-        while len(tokens) < 4:
-            position = 4 + len(tokens)
-            request = decode(position, 7, position, tokens[-1])
-            request = dataclasses.replace(request, output=output, prelaunch=16)
-            tokens.append(chosen(worker.answers(request)[position]))
+        tokens = four_tokens(worker, ends)
         for _ in range(20):
             worker.loop.step()
             worker.loop.flush()
@@ -221,9 +222,7 @@ def test_an_unrequested_result_is_dropped(worker: Worker, monkeypatch: pytest.Mo
     assert worker.lengths() == {7: 5}
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(5, 40))]
-)
+@pytest.mark.parametrize("seed", some(range(40), range(5)))
 def test_answers_are_the_same_with_and_without_prelaunch(seed: int) -> None:
     """The same commands give the same answers, and leave the same tokens."""
     callers, dice = Callers(seed, ahead=True), random.Random(seed)
@@ -403,7 +402,7 @@ def test_nothing_more_is_computed_in_advance_beside_another_caller(worker: Worke
     answered = worker.answers(dataclasses.replace(prefill(1, 7), prelaunch=16), prefill(2, 50, told=False))
     token = chosen(answered[2])
     for turn in range(5):
-        token = chosen(worker.answers(decode(10 + turn, 50, 5 + turn, token, told=False))[10 + turn])
+        token = chosen(worker.done(decode(10 + turn, 50, 5 + turn, token, told=False)))
     assert worker.lengths() == {7: 6, 50: 10}
     for _ in range(20):
         worker.round()
@@ -445,12 +444,12 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
 
 
 def test_steps_of_steady_callers_are_launched_ahead_without_the_flag(worker: Worker) -> None:
-    token = chosen(worker.answers(prefill(1, 7))[1])
+    token = chosen(worker.done(prefill(1, 7)))
     late = worker.compute_late()
     ahead = []
     for turn in range(5):
         worker.round()
-        token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token, told=False))[2 + turn])
+        token = chosen(worker.done(decode(2 + turn, 7, 5 + turn, token, told=False)))
         ahead.append(late.launched_ahead)
     assert ahead == [0, 0, 1, 1, 1]
 
@@ -489,7 +488,7 @@ def test_no_step_is_launched_ahead_beyond_the_longest_sequence() -> None:
     worker = Worker(max_seq_tokens=7)
     late, token = running_ahead(worker)
     for turn in range(2):
-        token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token))[2 + turn])
+        token = chosen(worker.done(decode(2 + turn, 7, 5 + turn, token)))
     assert late.launched_ahead == 1 and not worker.loop.operations_in_flight
 
 
@@ -520,7 +519,7 @@ def test_forwards_that_wait_for_an_adapter_expire_while_others_are_launched_ahea
 
 def test_steps_that_are_launched_ahead_count_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, recorded = Worker(), list[object]()
-    token = chosen(worker.answers(prefill(1, 7))[1])
+    token = chosen(worker.done(prefill(1, 7)))
     late = worker.compute_late()
     monkeypatch.setattr(worker.loop._scheduler, "record_step", lambda *step: recorded.append(step))
     worker.round()
@@ -549,7 +548,7 @@ def test_other_work_is_done_beside_steps_that_could_be_launched_ahead(
     monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 16)
     for module, name in ((answers_module, "_DRAWN_COST"), (extra_samples, "_BATCH_COST")):
         monkeypatch.setattr(module, name, 1)
-    token = chosen(worker.answers(prefill(1, 7))[1])
+    token = chosen(worker.done(prefill(1, 7)))
     worker.compute_late()
     results: list[Result] = worker.round(other)
     for turn in range(8):
@@ -576,25 +575,13 @@ def test_a_lost_device_ends_the_loop_while_a_step_is_in_flight(
 @pytest.mark.parametrize("unrequested", [True, False])
 def test_what_runs_behind_an_end_is_no_answer_to_another_token(*, unrequested: bool) -> None:
     """Nor does it cut the text again, once it was not requested for a while."""
-
-    def of_decodes(worker: Worker, count: int, ends: frozenset[int]) -> list[int]:
-        output = dataclasses.replace(GREEDY, end_token_ids=ends)
-        tokens = [chosen(worker.answers(dataclasses.replace(prefill(1, 7), output=output))[1])]
-        while len(tokens) < count:
-            position = 4 + len(tokens)
-            request = dataclasses.replace(
-                decode(position, 7, position, tokens[-1]), output=output, prelaunch=16
-            )
-            tokens.append(chosen(worker.answers(request)[position]))
-        return tokens
-
-    tokens = of_decodes(Worker(), 4, frozenset())
+    tokens = four_tokens(Worker())
     ends, other = frozenset(tokens[-1:]), (tokens[-1] + 1) % 50
     worker, plain = Worker(), Worker()
     worker.loop._prelauncher.prelaunch_unrequested = unrequested
     late = worker.compute_late()
-    assert of_decodes(worker, 4, ends) == tokens and late.launched_ahead
-    of_decodes(plain, 4, frozenset())
+    assert four_tokens(worker, ends) == tokens and late.launched_ahead
+    four_tokens(plain)
     request = decode(20, 7, 8, other, told=False)
     assert chosen(worker.answers(request)[20]) == chosen(plain.answers(request)[20])
     worker.loop._prelauncher.drop_expired(1 << 62)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tests.commands import Command, Release
+from tests.families import some
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
+from tests.workers.stepping import chosen
 from tests.workers.test_plain_decodes import answers
-from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill, running_ahead
+from tests.workers.test_prelaunch import SteadyCallers, decode, prefill, running_ahead
 from workers.decodes import NO_DECODES, Decodes
 from workers.operations import Chunk, Failed, FailureReason, Forward, Kind, Result
 from workers.outputs import OutputSpec
@@ -55,7 +57,7 @@ def test_a_prompt_does_not_end_launching_ahead() -> None:
     """Its chunks are in the steps that are launched; only the last one, whose row is read, is in another."""
     worker, undisturbed = Worker(ahead=True), Worker(ahead=False)
     late, token = running_ahead(worker)
-    expected = chosen(undisturbed.answers(prefill(1, 7))[1])
+    expected = chosen(undisturbed.done(prefill(1, 7)))
     prompt = Forward(50, 9, 0, list(range(3, 3 + LONG)), prompt_len=LONG)
     found: dict[int, Result] = {}
     turns = 0
@@ -84,7 +86,7 @@ def test_a_prompt_expires_while_decodes_are_launched_ahead() -> None:
     late_prompt = Forward(50, 9, 0, list(range(LONG)), deadline_ns=1)
     assert worker.round(late_prompt) == [Failed(50, FailureReason.TIMEOUT)]
     for turn in range(2, 4):
-        token = chosen(worker.answers(decode(turn, 7, 3 + turn, token))[turn])
+        token = chosen(worker.done(decode(turn, 7, 3 + turn, token)))
     assert late.launched_ahead == 1 and late.stepped == 0 and worker.lengths().keys() == {7}
 
 
@@ -130,9 +132,7 @@ class CallersWithLongPrompts(SteadyCallers):
         return forward
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 20))]
-)
+@pytest.mark.parametrize("seed", some(range(20), range(2)))
 def test_answers_are_the_same_beside_prompts(seed: int) -> None:
     """A caller goes on as soon as it is answered, while other callers' prompts are computed."""
     callers, dice = CallersWithLongPrompts(seed, stray=0.3), random.Random(seed)

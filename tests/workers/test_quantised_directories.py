@@ -102,6 +102,14 @@ DIRECTORIES: dict[str, Make] = {
         directory, "fp4", block=128, storage=torch.bfloat16
     ),
     "llm.int8": lambda directory: make.bitsandbytes(directory, "int8"),
+    "mlx": make.mlx,
+    "mlx of 8 bits": lambda directory: make.mlx(directory, bits=8, dtype=torch.float16),
+    "mlx of 2 and 5 bits": lambda directory: make.mlx(
+        directory, bits=2, others={"lm_head": 5, "model.layers.0.mlp.down_proj": 5}, also=["lm_head"]
+    ),
+    "mlx of 3 and 6 bits": lambda directory: make.mlx(
+        directory, bits=3, others={f"model.layers.{layer}.self_attn.v_proj": 6 for layer in range(4)}
+    ),
     "auto-round": lambda directory: said_as(make.gptq(directory), directory, _AUTO_ROUND | _AS_GPTQ),
     "auto-round as awq": lambda directory: said_as(make.awq(directory), directory, _AUTO_ROUND | _AS_AWQ),
     "float8 of modelopt": lambda directory: said_as(
@@ -156,7 +164,7 @@ PROVEN = (
         "float8 in blocks",
         "float8 with a scale for a matrix",
     ),
-    *("nf4", "fp4 as bfloat16", "llm.int8"),
+    *("nf4", "fp4 as bfloat16", "llm.int8", "mlx", "mlx of 8 bits"),
 )
 
 
@@ -223,7 +231,7 @@ def logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq in another order", "w8a8 with zero points and a head", "float8 in blocks", "nf4"]
+    "name", ["gptq in another order", "mlx", "w8a8 with zero points and a head", "float8 in blocks", "nf4"]
 )
 def test_bits_depend_on_nothing_else_in_the_batch(name: str, tmp_path: Path) -> None:
     """Nor on chunks; with adapters and without."""
@@ -413,6 +421,10 @@ HOSTILE: list[tuple[str, Callable[[Tensors], None], str]] = [
         "has groups that are not of 32 inputs",
     ),
     ("gptq in another order", changed("g_idx", lambda groups: groups[:9]), r"g_idx has shape \[9\]"),
+    ("mlx", changed("biases", lambda _: None), r"tensor .*up_proj\.biases is missing"),
+    ("mlx", changed("biases", set_first(float("nan"))), r"up_proj\.biases is not finite"),
+    ("mlx", changed("scales", lambda scales: scales[:, :1]), r"scales has shape \[96, 1\]"),
+    ("mlx of 3 and 6 bits", changed("weight", lambda words: words[:, 1:]), "which are no values of 3 bits"),
     ("awq", changed("qzeros", lambda words: words[:, :3]), r"qzeros has shape \[2, 3\]"),
     ("awq", changed("scales", set_first(float("-inf"))), r"up_proj\.scales is not finite"),
     ("w4a16", changed("weight_shape", lambda shape: shape * 1000), r"weight_shape says \[96000, 64000\]"),
@@ -482,6 +494,12 @@ def test_hostile_tensors_are_refused_by_name(
         ),
         ("float8 in blocks", {"weight_block_size": [32, 48]}, "has shape|scales must be of multiples of 32"),
         ("float8 in blocks", {"fmt": "e5m2"}, "fmt: must be e4m3 or float8_e4m3fn, got 'e5m2'"),
+        ("mlx", {"bits": 7}, r"quantization \(mlx\): bits: must be one of 2, 3, 4, 5, 6, 8, got 7"),
+        ("mlx", {"mode": "mxfp4"}, "mode: must be affine, got 'mxfp4'"),
+        ("mlx", {"group_size": 16}, "has shape|groups of 16 inputs are not supported"),
+        ("mlx", {UP: False}, "is quantised, and the config says that .*up_proj is not"),
+        ("mlx", {UP: {"bits": 4}}, "'.*up_proj': group_size: must be an integer, got None"),
+        ("mlx", {"rotation": "hadamard"}, "'rotation': is not known, got 'hadamard'"),
         (NF4, {"load_in_4bit": False}, "load_in_4bit: either this or load_in_8bit must be true"),
         (NF4, {"load_in_8bit": True}, "load_in_4bit: either this or load_in_8bit must be true"),
         (NF4, {"bnb_4bit_quant_type": "nf3"}, "bnb_4bit_quant_type: must be fp4 or nf4, got 'nf3'"),
@@ -495,7 +513,7 @@ def test_what_is_not_understood_in_a_config_is_refused_by_name(
     made(tmp_path, name)
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text())
-    settings["quantization_config"] |= said
+    settings["quantization" if name == "mlx" else "quantization_config"] |= said
     file.write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
         load_decoder(tmp_path)

@@ -160,6 +160,9 @@ DIRECTORIES: dict[str, Callable[[Path], make.Tensors]] = {
     "w4a16": lambda directory: make.compressed(directory, "pack-quantized", INT4, left=ROUTER),
     "w8a8": lambda directory: make.compressed(directory, "int-quantized", INT8, inputs=ROUNDED, left=ROUTER),
     "float8 in blocks": lambda directory: make.float8(directory, left=ROUTER),
+    "mlx with routers of 8 bits": lambda directory: make.mlx(
+        directory, others={f"model.layers.{layer}.mlp.gate": 8 for layer in range(2)}
+    ),
 }
 
 
@@ -182,6 +185,20 @@ def test_directories(name: str, tmp_path: Path) -> None:
     need_compiled()
     assert is_one_call(decoder) == ("another order" not in name)
     assert_same_bits(decoder, random_texts(3, LENGTHS), name)
+
+
+def test_mlx_has_other_names_for_the_experts_of_mixtral(tmp_path: Path) -> None:
+    family_model(tmp_path / "plain", "mixtral")
+    directory = make.in_one_file(tmp_path / "plain", tmp_path / "quantised")
+    meant, loaded = make.mlx(directory), matrices(load_decoder(directory, "float32"))
+    for name, values in loaded.items():
+        assert torch.equal(values, meant[name]), name
+    assert any("experts.1.w3" in name for name in loaded)
+    file = directory / "model.safetensors"
+    stack = "model.layers.1.block_sparse_moe.switch_mlp.up_proj.scales"
+    make.change(directory, stack, lambda scales: scales[:-1])
+    with pytest.raises(ModelError, match=rf"{file}: tensor {stack} has shape .* not of 1 to 4096 experts"):
+        load_decoder(directory)
 
 
 @pytest.mark.parametrize(("family", "format_name"), by_turns(FAMILIES, ["q8_0", "q4_0", "q4_k_m"]))

@@ -21,7 +21,7 @@ from tests.kernels.grouped_weights import random_weight
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.company import assert_same_bits
-from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from tests.workers.packing import random_texts, rows_of_text
 from workers.executors.llm import LlmExecutor
 from workers.executors.loading import NATIVE, TRANSFORMERS, load_served
 from workers.executors.memory import LoraLimits
@@ -194,10 +194,7 @@ def test_matrices_may_have_different_formats(dtype: torch.dtype, rounds_rows: bo
     mixed.pack(), plain.pack()
     assert_same_bits(mixed, random_texts(4, LENGTHS), "plain")
     (text,) = random_texts(1, (40,))
-    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-    found, expected = (
-        decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))) for decoder in (mixed, plain)
-    )
+    found, expected = (rows_of_text(decoder, text) for decoder in (mixed, plain))
     if dtype is torch.float32 and not rounds_rows:
         assert torch.equal(found, expected)
     # Else rows are rounded to 8 bits before each product, or weights to bfloat16.
@@ -244,8 +241,7 @@ def test_without_compiled_kernels_the_results_are_the_same_ones_nearly(
                 patch.setattr(library, "available", lambda: False)
             decoder = load_decoder(tmp_path, pack=True, quantization="q8_0")
             (text,) = random_texts(1, (40,))
-            inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-            found.append(decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))))
+            found.append(rows_of_text(decoder, text))
     rows = (found[0] - found[1]).norm(dim=1) / found[0].norm(dim=1)
     assert rows.median() < 0.03
 

@@ -28,7 +28,7 @@ from tests.commands import (
     Release,
     Truncate,
 )
-from tests.families import settings_of
+from tests.families import settings_of, some
 from tests.forks import ForkedRank
 from tests.model_factory import (
     TinyModel,
@@ -179,10 +179,7 @@ def test_any_commands(name: str, layers: int, steps: int, group: RankGroup, tmp_
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        pytest.param(name, marks=() if name in ("granitemoehybrid", "qwen3_next") else pytest.mark.thorough)
-        for name in sorted(RECURRENT.keys() & FAMILIES.keys())
-    ],
+    some(sorted(RECURRENT.keys() & FAMILIES.keys()), ("granitemoehybrid", "qwen3_next")),
 )
 def test_recurrent_states(model_type: str, group: RankGroup, tmp_path: Path) -> None:
     """Each rank has a part of each state, after appends, verifies, forks and cuts too.

@@ -15,8 +15,9 @@ from tests.commands import Release, Truncate
 from tests.kernels import conftest
 from tests.model_factory import make_family_model
 from tests.workers import graph_ranks, stepping
+from tests.workers.stepping import chosen
 from tests.workers.test_joining import PENALTIES, Callers, Text
-from tests.workers.test_prelaunch import chosen, decode, prefill
+from tests.workers.test_prelaunch import decode, prefill
 from workers.executors import llm
 from workers.executors.llm import LlmExecutor
 from workers.outputs import OutputSpec, Sampling
@@ -154,9 +155,9 @@ def test_what_is_undone_is_undone_on_all_ranks(lasting: Ranks, directory: Path) 
 
 def running_ahead(ranks: Ranks) -> int:
     """A decode is in flight. Its token."""
-    token = chosen(ranks.worker.answers(prefill(1, 7))[1])
+    token = chosen(ranks.worker.done(prefill(1, 7)))
     for turn in range(2):
-        token = chosen(ranks.worker.answers(decode(2 + turn, 7, 5 + turn, token))[2 + turn])
+        token = chosen(ranks.worker.done(decode(2 + turn, 7, 5 + turn, token)))
     assert ranks.worker.loop._in_flight.step is not None
     return token
 

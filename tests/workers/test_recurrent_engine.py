@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.families import some
 from tests.model_factory import load_decoder
 from tests.recurrent import RECURRENT
 from tests.tiny_types import tiny_model
@@ -195,13 +196,7 @@ ALWAYS = ("granitemoehybrid", "mamba")
 WITHOUT_STATE = ("deepseek_v4", "openai-gpt")
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough)
-        for name in (*RECURRENT, *WITHOUT_STATE)
-    ],
-)
+@pytest.mark.parametrize("model_type", some((*RECURRENT, *WITHOUT_STATE), ALWAYS))
 def test_random_operations_compute_what_the_library_does(model_type: str) -> None:
     run_random_operations(model_type, engine_of(model_type))
 
@@ -212,10 +207,7 @@ KINDS = ("falcon_mamba", "granitemoehybrid", "lfm2", "qwen3_next", "kimi_linear"
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        pytest.param(name, marks=() if name in KINDS else pytest.mark.thorough)
-        for name in sorted(RECURRENT.keys() & FAMILIES.keys())
-    ],
+    some(sorted(RECURRENT.keys() & FAMILIES.keys()), KINDS),
 )
 def test_random_operations_in_native_code_compute_what_the_library_does(model_type: str) -> None:
     run_random_operations(model_type, engine_of(model_type, native=True))

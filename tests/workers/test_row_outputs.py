@@ -178,13 +178,3 @@ def test_unusable_logits_have_no_scores() -> None:
     with pytest.raises(BadLogitsError) as failure:
         score_tokens(logits, torch.zeros(20, dtype=torch.int64))
     assert failure.value.rows == (3, 18, 19)
-
-
-def test_shapes_and_ids_are_checked() -> None:
-    assert build_outputs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), []) == []
-    with pytest.raises(ValueError, match=r"logits \(2, 5\), chosen \(1,\), 1 specs"):
-        build_outputs(torch.zeros(2, 5), torch.tensor([0]), [OutputSpec()])
-    with pytest.raises(ValueError, match="targets"):
-        score_tokens(torch.zeros(2, 5), torch.tensor([0]))
-    with pytest.raises(ValueError, match="vocabulary of 5"):
-        build_outputs(torch.zeros(1, 5), torch.tensor([0]), [OutputSpec(logprob_token_ids=[4, 5])])

@@ -85,10 +85,15 @@ def typical(order: list[int], log_weight: dict[int, float], p: float) -> list[in
     return [t for t in order if t in kept]
 
 
+def any_token(vocab: int) -> st.SearchStrategy[int]:
+    """Of the vocabulary, or beyond it, which is passed over."""
+    return st.sampled_from([*range(vocab + 1), 2**31])
+
+
 @st.composite
 def masks(draw: st.DrawFn, vocab: int) -> TokenMask:
     if draw(st.booleans()):
-        return TokenMask(allowed=draw(st.lists(st.integers(0, vocab - 1), max_size=vocab)))
+        return TokenMask(allowed=draw(st.lists(any_token(vocab), max_size=vocab)))
     # The bits beyond the vocabulary are arbitrary, and there may be whole bytes of them.
     size = (vocab + 7) // 8 + draw(st.integers(0, 2))
     return TokenMask(packed=draw(st.binary(min_size=size, max_size=size)))
@@ -96,11 +101,11 @@ def masks(draw: st.DrawFn, vocab: int) -> TokenMask:
 
 @st.composite
 def sampling_rows(draw: st.DrawFn, vocab: int) -> SamplingRow:
-    tokens = st.integers(0, vocab - 1)
+    tokens = any_token(vocab)
     fraction = st.floats(0.0, 1.0, exclude_min=True, width=32)
     spec = Sampling(
         temperature=draw(st.one_of(st.just(0.0), st.sampled_from([0.01, 1.0]), st.floats(0.1, 100.0))),
-        top_k=draw(st.one_of(st.just(0), st.integers(1, vocab + 2))),
+        top_k=draw(st.one_of(st.just(0), st.integers(1, vocab + 2), st.just(2**32 - 1))),
         top_p=draw(st.one_of(st.just(1.0), st.sampled_from([0.25, 0.5]), fraction)),
         min_p=draw(st.one_of(st.just(0.0), st.just(1.0), fraction)),
         typical_p=draw(st.one_of(st.just(1.0), st.sampled_from([0.2, 0.95]), fraction)),
@@ -117,6 +122,8 @@ def sampling_rows(draw: st.DrawFn, vocab: int) -> SamplingRow:
         position=draw(POSITIONS),
         history=history,
         prompt_len=draw(st.integers(0, len(history))),
+        history_len=draw(st.none() | st.integers(0, len(history))),
+        path=draw(st.lists(tokens, max_size=2)),
     )
 
 
@@ -272,12 +279,6 @@ def test_bias_and_penalties_stay_finite_and_never_revive_a_token() -> None:
     assert choose_one(logits, SamplingRow(spec, history=[0, 1])) == 0
     sunk = replace(spec, logit_bias={0: -INF, 1: FLOAT32_MAX}, presence_penalty=-2.0, temperature=1e-30)
     assert choose_one(logits, SamplingRow(sunk, history=[0, 1])) == 2
-
-
-def test_tokens_beyond_the_vocabulary_are_passed_over() -> None:
-    spec = Sampling(logit_bias={2: 5.0, 10: 9.0}, repetition_penalty=2.0, presence_penalty=1.0)
-    row = SamplingRow(spec, TokenMask(allowed=[1, 2, 3]), history=[2, 3, 2**32])
-    assert choose_one([0.0, 1.0, 2.0], row) == 2
 
 
 def test_shapes_are_checked_and_no_rows_are_no_tokens() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from quire.v1 import types_pb2
 
-from tests.workers.gateway_end import LAST_ROW, Gateway
+from tests.workers.gateway_end import LAST_ROW, Gateway, forward_command
 from workers import forward_options
 from workers.common import worker_pb2
 from workers.executors.base import ModelExecutor
@@ -83,10 +83,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
             return run(*step)
 
         monkeypatch.setattr(executor.engine, "_execute", busy)
-        forward = worker_pb2.ForwardCommand(
-            sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
-        )
-        gateway.ask(op_id=1, forward=forward)
+        gateway.send(forward_command(1, 1, [1, 2, 3]))
         during, expected_ns = 0, 0
         while not executor.engine.stats.status().counts.steps:
             gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand())
@@ -101,10 +98,7 @@ async def test_snapshots_are_answered_while_a_step_holds_the_interpreter(
 async def test_a_replay_is_not_counted_as_a_prefill() -> None:
     async with served() as (gateway, _):
         for kind in ("PREFILL", "REPLAY"):
-            forward = worker_pb2.ForwardCommand(
-                sequence=1, token_ids=[1, 2, 3], options=LAST_ROW, kind=f"OPERATION_KIND_{kind}"
-            )
-            gateway.ask(op_id=1, forward=forward)
+            gateway.send(forward_command(1, 1, [1, 2, 3], kind))
             await gateway.next("forward")
         gateway.ask(op_id=2, snapshot=worker_pb2.SnapshotCommand(ordered=True))
         while (event := await gateway.next("snapshot")).op_id != 2:
@@ -157,11 +151,8 @@ async def test_a_command_that_cannot_be_decoded_is_an_error_of_that_command(
 
     monkeypatch.setattr(forward_options, "Sampling", OldSampling)
     async with served(kv_pages=32) as (gateway, _):
-        prefill: dict[str, Any] = {"token_ids": [1, 2], "kind": "OPERATION_KIND_PREFILL"}
         for op_id in (11, 12, 13, 14):
-            gateway.ask(
-                op_id=op_id, forward=worker_pb2.ForwardCommand(sequence=op_id, options=LAST_ROW, **prefill)
-            )
+            gateway.send(forward_command(op_id, op_id, [1, 2]))
             assert (await gateway.next("forward")).op_id == op_id
         unknown, garbage = draws(penalty_from=1), b"\xff\xff"
         rows = [of_a_decode(11, 0), of_a_decode(12, 1), of_a_decode(13, 2), of_a_decode(14, 3)]
@@ -171,13 +162,12 @@ async def test_a_command_that_cannot_be_decoded_is_an_error_of_that_command(
         )
         commands = [worker_pb2.WorkerCommand(decodes=decodes)]
         for op_id, options in ((21, LAST_ROW), (22, unknown), (23, garbage), (24, draws(seed=1))):
-            forward = worker_pb2.ForwardCommand(sequence=op_id, options=options, **prefill)
-            commands.append(worker_pb2.WorkerCommand(op_id=op_id, forward=forward))
+            commands.append(forward_command(op_id, op_id, [1, 2], options=options))
         commands += [
             worker_pb2.WorkerCommand(op_id=31),
             worker_pb2.WorkerCommand(op_id=32, replace_weights={}),
         ]
-        gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=commands))
+        gateway.send(*commands)
         gateway.ask(op_id=99, snapshot=worker_pb2.SnapshotCommand(ordered=True))
         found: dict[int, str] = {}
         while not {11, 14, 21, 24, 12, 13, 22, 23, 31, 32, 99} <= found.keys():

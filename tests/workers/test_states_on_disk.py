@@ -22,14 +22,14 @@ from tests.recurrent import RECURRENT
 from tests.tiny_types import tiny_model
 from tests.workers.disk_worker import PAGE, DiskWorker, random_trial, text
 from tests.workers.packing import poison
+from tests.workers.stepping import unhurried
+from tests.workers.test_kv_disk import ignore_checksums, ignore_digest
 from workers.common.draft_models import MTP_HEAD
 from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import new_table
 from workers.head_drafting import HeadDrafting
-from workers.kv.page_files import PageFiles
 from workers.kv.state_tensors import StateTensors
-from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.library.loading import make_library_model
 from workers.models.model import Model
@@ -178,15 +178,6 @@ def swap_states(path: Path, rng: random.Random) -> None:
     other.write_bytes(content)
 
 
-def ignore_digest(patch: pytest.MonkeyPatch) -> None:
-    header = PageFiles._header
-    patch.setattr(PageFiles, "_header", lambda self, _digest, views: header(self, bytes(16), views))
-
-
-def ignore_checksums(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("zlib.crc32", lambda _: 0)
-
-
 # With the faults that are dangerous then.
 PLANTED = (
     (ignore_digest, [only_states(swap_states)]),
@@ -223,17 +214,11 @@ def drafts_of(model: Path, directory: Path) -> tuple[list[int], int]:
     executor = LlmExecutor.load(model, kv_pages=40, self_check=False, draft=Path(MTP_HEAD))
     drafting, states = executor.drafting, executor.engine.kv_table.states
     assert isinstance(drafting, HeadDrafting) and states is not None
-    draft = drafting.draft
-
-    def unhurried(forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        """How quick this machine is does not matter."""
-        draft(forwards, table)
-
-    drafting.draft = unhurried  # type: ignore[method-assign]
+    unhurried(drafting)
     worker = DiskWorker(directory, engine=executor.engine, drafting=drafting)
     # The last token is computed from what is stored of those before it.
     tokens = text(3, 2 * states.spacing + 1, VOCAB)
-    answer = worker.answers(Forward(1, 1, 0, tokens, draft_tokens=5))[1]
-    assert isinstance(answer, Forward) and len(answer.drafts) == 5
+    answer = worker.done(Forward(1, 1, 0, tokens, draft_tokens=5))
+    assert len(answer.drafts) == 5
     worker.store()
     return list(answer.drafts), len(tokens) - answer.reused

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from service.caches.segments import SegmentedTokens, SegmentStore
-from tests.workers.gateway_end import LAST_ROW, Gateway
+from tests.workers.gateway_end import Gateway, forward_command
 from workers import adoption
 from workers.common import worker_pb2
 from workers.executors.weightless import PagedAttentionExecutor
@@ -81,16 +81,8 @@ async def bench() -> AsyncIterator[Bench]:
     made.worker.stop(5)
 
 
-def prefill_command(op_id: int, sequence: int, tokens: Sequence[int]) -> worker_pb2.WorkerCommand:
-    forward = worker_pb2.ForwardCommand(
-        sequence=sequence, token_ids=tokens, options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
-    )
-    return worker_pb2.WorkerCommand(op_id=op_id, forward=forward)
-
-
 async def computed(gateway: Gateway, op_id: int, sequence: int, tokens: Sequence[int]) -> None:
-    command = prefill_command(op_id, sequence, tokens)
-    gateway.requests.put_nowait(worker_pb2.ConnectRequest(commands=[command]))
+    gateway.send(forward_command(op_id, sequence, tokens))
     assert (await gateway.next("forward")).op_id == op_id
 
 
@@ -124,9 +116,7 @@ async def test_a_sequence_under_another_salt_is_not_kept(bench: Bench) -> None:
     assert await holdings(first) == {}
     tokens, digests = [1, 2, 3, 4, 5], {}
     for number, salt in ((1, b"a1/"), (2, b"a2/"), (3, b""), (4, b"a4/")):
-        command = prefill_command(number, number, tokens)
-        command.forward.salt = salt
-        first.requests.put_nowait(worker_pb2.ConnectRequest(commands=[command]))
+        first.send(forward_command(number, number, tokens, salt=salt))
         assert (await first.next("forward")).op_id == number
         other = b"a2x/" if number == 2 else b"" if number == 4 else salt
         digests[number] = gateways_tokens(tokens).digest(len(tokens), other)
@@ -156,10 +146,7 @@ async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: B
     answer = await second.next("adopted")
     assert answer.op_id == 7 and list(answer.adopted.kept) == [1]
     assert {s.key: list(s.token_ids) for s in bench.executor.engine.kv_table} == {1: texts[1][:30]}
-    forward = worker_pb2.ForwardCommand(
-        sequence=1, position=30, token_ids=[9], options=LAST_ROW, kind="OPERATION_KIND_DECODE"
-    )
-    second.ask(op_id=8, forward=forward)
+    second.send(forward_command(8, 1, [9], "DECODE", position=30))
     done = (await second.next("decodes")).decodes
     assert np.frombuffer(done.rows, "<i8")[0] == 8
     bench.executor.engine.kv_table.check_integrity()
@@ -182,14 +169,10 @@ async def test_nothing_of_one_stream_is_said_on_the_next(
 
     monkeypatch.setattr(steps, "execute", slowly)
     # Of many steps, of one, behind another, and of no step at all.
-    together = [prefill_command(2, 2, range(40)), prefill_command(3, 3, [1])]
-    first.requests.put_nowait(worker_pb2.ConnectRequest(commands=together))
+    first.send(forward_command(2, 2, range(40)), forward_command(3, 3, [1]))
     await holds.wait()
     for op_id, position in ((4, 3), (5, 4)):
-        decode = worker_pb2.ForwardCommand(
-            sequence=1, position=position, token_ids=[op_id], options=LAST_ROW, kind="OPERATION_KIND_DECODE"
-        )
-        first.ask(op_id=op_id, forward=decode)
+        first.send(forward_command(op_id, 1, [op_id], "DECODE", position=position))
     first.ask(op_id=6, snapshot=worker_pb2.SnapshotCommand(check_integrity=True))
     first.ask(op_id=10, release=worker_pb2.ReleaseCommand(sequences=[50]))
     while not first.requests.empty():

@@ -163,12 +163,10 @@ def test_peak_memory_of_a_load(tmp_path: Path, quantization: str | None) -> None
     assert after - before <= weights + part_bytes + (8 << 20)
 
 
-def loaded_bytes(
-    model: Path, small: Path, part_bytes: int, quantization: str | None = None
-) -> tuple[int, int, int]:
+def loaded_bytes(model: Path, small: Path, part_bytes: int, how: str | None = None) -> tuple[int, int, int]:
     """The peak before and after a load, and the bytes of the weights; see `tests.workers.peak_memory`."""
     command = [sys.executable, "-m", "tests.workers.peak_memory", str(model), str(small), str(part_bytes)]
-    command += [] if quantization is None else [quantization]
+    command += [] if how is None else [how]
     with tempfile.TemporaryFile() as said, Path(os.devnull).open("rb") as nothing:
         # A process of its own, which has imported what it needs.
         files = (nothing.fileno(), said.fileno(), said.fileno())

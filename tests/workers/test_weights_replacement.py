@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.families import MODELS, settings_of
+from tests.families import MODELS, settings_of, some
 from tests.model_factory import TinyModel, make_model
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.executors.llm import LlmExecutor
@@ -129,10 +129,7 @@ def logits_of(decoder: Decoder) -> torch.Tensor:
     return torch.cat([packer.run(decoder, [Item(sequence, tokens)], kv) for tokens in steps])
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough) for name in DERIVING],
-)
+@pytest.mark.parametrize("model_type", some(DERIVING, ALWAYS))
 def test_weights_that_are_copied_into_place_are_used(model_type: str) -> None:
     """By a model that has run before."""
     kind, settings = settings_of(DERIVING[model_type])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from quire.v1 import types_pb2
 
+from tests.workers.gateway_end import forward_command
 from workers import wire
 from workers.common import worker_pb2
 from workers.forward_options import ModelSizes
@@ -14,15 +15,13 @@ VOCAB = 64
 
 
 def decoded(options: worker_pb2.ForwardOptions, *, default_seed: int = 0, keep_all: bool = False) -> Forward:
-    body = worker_pb2.ForwardCommand(
-        sequence=1,
-        token_ids=[1],
-        options=options.SerializeToString(),
-        default_seed=default_seed,
-        keep_all=keep_all,
-        kind="OPERATION_KIND_DECODE",
-    )
-    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), ModelSizes(VOCAB))
+    return taken(options, "DECODE", ModelSizes(VOCAB), default_seed=default_seed, keep_all=keep_all)
+
+
+def taken(options: worker_pb2.ForwardOptions, kind: str, sizes: ModelSizes, **more: object) -> Forward:
+    """What a worker makes of a forward with these options."""
+    sent = forward_command(1, 1, [1], kind, options=options.SerializeToString(), **more)
+    command = wire.to_command(sent, sizes)
     assert isinstance(command, Forward)
     return command
 
@@ -60,12 +59,7 @@ def test_masks_are_not_remembered() -> None:
 
 def given(data: bytes, start: int = 0, sizes: tuple[int, int, int] = (2, 6, 3), salt: bytes = b"") -> Forward:
     options = worker_pb2.ForwardOptions(rows=1, experts=data, experts_from=start)
-    body = worker_pb2.ForwardCommand(
-        sequence=1, token_ids=[1], options=options.SerializeToString(), kind="OPERATION_KIND_SCORE", salt=salt
-    )
-    command = wire.to_command(worker_pb2.WorkerCommand(op_id=1, forward=body), ModelSizes(VOCAB, 0, *sizes))
-    assert isinstance(command, Forward)
-    return command
+    return taken(options, "SCORE", ModelSizes(VOCAB, 0, *sizes), salt=salt)
 
 
 def test_given_experts_have_the_shape_of_the_model() -> None:

@@ -19,7 +19,7 @@ import torch
 from benchmarks.checkout import ROOT, environment
 from tests.gpu.oracle import Oracle
 from tests.model_factory import TinyModel, make_model
-from tests.workers.gateway_end import LAST_ROW
+from tests.workers.gateway_end import LAST_ROW, forward_command
 from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
 
@@ -93,10 +93,7 @@ async def greedy(stream: Stream) -> list[list[int]]:
     """The tokens after each prompt, chosen by prefills and then by decodes of all of them at once."""
     texts: list[list[int]] = []
     for number, prompt in enumerate(PROMPTS):
-        forward = worker_pb2.ForwardCommand(
-            sequence=number, token_ids=prompt, options=LAST_ROW, kind="OPERATION_KIND_PREFILL"
-        )
-        await stream.ask(worker_pb2.WorkerCommand(op_id=number + 1, forward=forward))
+        await stream.ask(forward_command(number + 1, number, prompt))
         (output,) = (await stream.next("forward")).forward.outputs
         texts.append([output.token_id])
     while len(texts[0]) < TOKENS:

@@ -7,6 +7,7 @@ end of a truncated file kills the process. Here a file is refused if it changed 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import math
@@ -119,6 +120,12 @@ class TensorEntry(StoredTensor):
     begin: int
     nbytes: int
     version: FileVersion
+
+    def element(self, index: int) -> TensorEntry:
+        """An element of the first dimension."""
+        size = self.nbytes // self.shape[0]
+        begin = self.begin + index * size
+        return dataclasses.replace(self, shape=self.shape[1:], begin=begin, nbytes=size)
 
     def parts(
         self, rows: range | None = None, staging: Staging | None = None

@@ -90,7 +90,10 @@ def _integers_or_floats(
     if within.zeros:
         zeros = torch.randint(levels // 4, levels * 3 // 4, (outputs, groups), generator=generator)
         return IntegerRows(integers.to(torch.uint8), scales, zeros.to(torch.uint8), order)
-    return IntegerRows((integers - levels // 2).to(torch.int8), scales, None, order)
+    if within.minima and not within.offset:
+        return IntegerRows(integers.to(torch.uint8), scales, None, order, minima=-scales * (levels // 2))
+    minima = scales / 3 if within.minima else None
+    return IntegerRows((integers - levels // 2).to(torch.int8), scales, None, order, minima=minima)
 
 
 def scale_inputs(form: WeightFormat, inputs: int) -> int:

@@ -12,7 +12,6 @@ Dimension letters: C hidden width; I intermediate width of an expert; E experts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -162,8 +161,7 @@ def _taken(stack: StoredTensor, expert: int, *, turned: bool) -> StoredTensor:
     if isinstance(stack, Mxfp4Experts):
         return stack.of_expert(expert)
     assert isinstance(stack, TensorEntry)
-    size = stack.nbytes // stack.shape[0]
-    own = dataclasses.replace(stack, shape=stack.shape[1:], begin=stack.begin + expert * size, nbytes=size)
+    own = stack.element(expert)
     return _Transposed(own) if turned and len(own.shape) > 1 else own
 
 

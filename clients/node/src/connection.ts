@@ -239,7 +239,7 @@ export class Connection {
 
   /** Waits until the server, or one of several, is reachable. Throws QuireError after the timeout. */
   async ready(timeoutMs: number): Promise<void> {
-    const until = Date.now() + timeoutMs;
+    const until = deadlineOf(timeoutMs) ?? Infinity;
     for (;;) {
       // In turns, because grpc-js cannot end the wait for one of several when another one is ready.
       const limit = Math.min(until, Date.now() + READY_TURN_MS);

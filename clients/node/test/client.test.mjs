@@ -499,7 +499,10 @@ test("a setting that is undefined need not exist", async () => {
 });
 
 test("a time is a number", async () => {
-  for (const timeoutMs of ["1000", {}, NaN]) await assert.rejects(client.status({ timeoutMs }), TypeError);
+  for (const timeoutMs of ["1000", {}, NaN]) {
+    await assert.rejects(client.status({ timeoutMs }), TypeError);
+    await assert.rejects(client.ready(timeoutMs), TypeError);
+  }
   for (const leaseMs of ["1000", NaN, Infinity]) await assert.rejects(client.prefill([1], { leaseMs }), TypeError);
   await client.status({ timeoutMs: Infinity });
 });

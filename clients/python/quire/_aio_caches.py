@@ -148,16 +148,19 @@ class AsyncCaller(ABC):
         copied. Returns the copies of each cache, which the caller releases. Raises PositionMismatch if a
         cache has another length than its `seq_len`, and CacheNotFound if a cache does not exist.
         """
+        released = list(release)
         request = executor_pb2.ForkCachesRequest(
             forks=[
                 executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
                 for cache, count in forks
             ],
-            release=[cache.detach() for cache in release],
+            release=[cache.cache_id for cache in released],
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
         response = await self._call(_methods.FORK_CACHES, request, **call)
+        for cache in released:
+            cache.detach()
         return [
             [
                 AsyncCache(self, copy, cache.default_output)
@@ -365,14 +368,17 @@ class AsyncCache(CacheState):
 
         The caches in `release`, which may include this one, are released afterwards in the same call.
         """
+        released = list(release)
         request = executor_pb2.ForkCacheRequest(
             cache_id=self.cache_id,
             count=count,
-            release=[cache.detach() for cache in release],
+            release=[cache.cache_id for cache in released],
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
         response = await self._call(_methods.FORK_CACHE, request, **call)
+        for cache in released:
+            cache.detach()
         return [AsyncCache(self._caller, copy, self.default_output) for copy in self._forked(response)]
 
     async def renew(self, lease_s: float | None = None, **call: Unpack[CallOptions]) -> None:
@@ -393,6 +399,8 @@ class AsyncCache(CacheState):
 
     async def release(self, *, timeout_s: float | None = None, priority: Priority | None = None) -> bool:
         """Releases the cache. Returns False if it did not exist any more."""
+        # A call that is refused here must not lose the cache.
+        number_of("priority", types_pb2.Priority, priority)
         request = executor_pb2.ReleaseCacheRequest(cache_id=self.detach())
         response = await self._call(_methods.RELEASE_CACHE, request, timeout_s=timeout_s, priority=priority)
         return response.released

@@ -14,9 +14,10 @@ from quire._chunks import Chunk
 from quire._enums import Priority, number_of
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
-# Requests with a request id that create caches, except batches.
+# Requests that create caches, with a request id.
 _CREATING_REQUESTS = (
     executor_pb2.PrefillRequest,
+    executor_pb2.BatchPrefillRequest,
     executor_pb2.ForkCacheRequest,
     executor_pb2.ForkCachesRequest,
 )
@@ -110,21 +111,29 @@ def new_request_id() -> str:
     return _OWN_REQUEST_ID + uuid.uuid4().hex
 
 
-def new_caches(request: Message, result: executor_pb2.SessionResult) -> list[str]:
-    """Ids of the caches that a call made and that the caller can learn only from its response."""
-    if isinstance(request, executor_pb2.BatchPrefillRequest):
-        return [
-            made.response.kv_cache.cache_id
-            for item, made in zip(request.items, result.batch_prefill.results, strict=False)
-            if made.HasField("response") and item.request_id.startswith(_OWN_REQUEST_ID)
-        ]
+def makes_own_caches(request: Message) -> bool:
+    """Whether a call makes caches that its caller can learn only from its response.
+
+    A caller that chose the request id can retry to get the caches.
+    """
     if not isinstance(request, _CREATING_REQUESTS):
-        return []
-    if not request.request_id.startswith(_OWN_REQUEST_ID):
-        # A caller that chose the request id can retry to get the caches.
-        return []
-    handles = [result.prefill.kv_cache] if result.HasField("prefill") else [*result.fork_cache.kv_caches]
-    handles += [handle for forked in result.fork_caches.results for handle in forked.kv_caches]
+        return False
+    items: Sequence[Any] = getattr(request, "items", (request,))
+    return any(item.request_id.startswith(_OWN_REQUEST_ID) for item in items)
+
+
+def new_caches(request: Message, response: Any) -> list[str]:
+    """Ids of the caches that such a call made."""
+    if isinstance(request, executor_pb2.BatchPrefillRequest):
+        made = zip(request.items, response.results, strict=False)
+        results = [result for item, result in made if item.request_id.startswith(_OWN_REQUEST_ID)]
+        handles = [result.response.kv_cache for result in results if result.HasField("response")]
+    elif isinstance(request, executor_pb2.PrefillRequest):
+        handles = [response.kv_cache]
+    elif isinstance(request, executor_pb2.ForkCachesRequest):
+        handles = [handle for forked in response.results for handle in forked.kv_caches]
+    else:
+        handles = [*response.kv_caches]
     return [handle.cache_id for handle in handles]
 
 

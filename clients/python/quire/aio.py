@@ -24,7 +24,7 @@ from quire._connection import (
     connection,
 )
 from quire._enums import Cause, Policy, Priority, number_of
-from quire._gateways import AsyncAnswer, Gateways, targets_of
+from quire._gateways import AsyncAnswers, Gateways, targets_of
 from quire._items import Prompt, TextSettings, embed_inputs, items_of
 from quire._methods import Method
 from quire._proxies import proxy_of
@@ -122,6 +122,7 @@ class AsyncClient(AsyncCaller):
         self._proxies = {target: proxy_of(target) for target in targets}
         self._first_proxy = self._proxies[targets[0]]
         self._gateways = Gateways(targets)
+        self._answers = AsyncAnswers()
         self._is_closed = False
         self._timeout_s = timeout_s
         number_of("priority", types_pb2.Priority, priority)
@@ -349,7 +350,7 @@ class AsyncClient(AsyncCaller):
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
-            responses: list[admin_pb2.LoadWeightsResponse] = await AsyncAnswer.every(updates)
+            responses: list[admin_pb2.LoadWeightsResponse] = await self._answers.every(updates)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self._first_proxy) from None
         if not responses:
@@ -509,6 +510,7 @@ class AsyncClient(AsyncCaller):
     async def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
         self._is_closed = True
+        await self._answers.close()
         for channel in self._channels.values():
             await channel.close()
 
@@ -537,11 +539,12 @@ class AsyncClient(AsyncCaller):
         attempts = Attempts(method, request, limit_s, retries=self._retries, several=several)
         while True:
             target = self._gateways.target(request)
-            call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
+            stubs = self._stubs[target]
+            call, release = getattr(getattr(stubs, method.stub), method.rpc), stubs.stub.ReleaseCache
             try:
                 response: _Response
-                response, trailing = await AsyncAnswer.get(
-                    call, request, timeout=attempts.left_s(), metadata=self.metadata
+                response, trailing = await self._answers.get(
+                    call, request, release, timeout=attempts.left_s(), metadata=self.metadata
                 )
                 self._gateways.answered(target, request, response, trailing)
                 if (away := attempts.failed_item(response)) is None:

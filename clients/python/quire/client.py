@@ -24,7 +24,7 @@ from quire._connection import (
     connection,
 )
 from quire._enums import Cause, Policy, Priority, number_of
-from quire._gateways import Answer, Gateways, targets_of
+from quire._gateways import Answers, Gateways, targets_of
 from quire._items import Prompt, TextSettings, embed_inputs, items_of
 from quire._methods import Method
 from quire._proxies import proxy_of
@@ -122,6 +122,7 @@ class Client(Caller):
         self._proxies = {target: proxy_of(target) for target in targets}
         self._first_proxy = self._proxies[targets[0]]
         self._gateways = Gateways(targets)
+        self._answers = Answers()
         self._is_closed = False
         self._timeout_s = timeout_s
         number_of("priority", types_pb2.Priority, priority)
@@ -347,7 +348,7 @@ class Client(Caller):
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
-            responses: list[admin_pb2.LoadWeightsResponse] = Answer.every(updates)
+            responses: list[admin_pb2.LoadWeightsResponse] = self._answers.every(updates)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._first_proxy) from None
         if not responses:
@@ -507,6 +508,7 @@ class Client(Caller):
     def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
         self._is_closed = True
+        self._answers.close()
         for channel in self._channels.values():
             channel.close()
 
@@ -535,11 +537,12 @@ class Client(Caller):
         attempts = Attempts(method, request, limit_s, retries=self._retries, several=several)
         while True:
             target = self._gateways.target(request)
-            call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
+            stubs = self._stubs[target]
+            call, release = getattr(getattr(stubs, method.stub), method.rpc), stubs.stub.ReleaseCache
             try:
                 response: _Response
-                response, trailing = Answer.get(
-                    call, request, timeout=attempts.left_s(), metadata=self.metadata
+                response, trailing = self._answers.get(
+                    call, request, release, timeout=attempts.left_s(), metadata=self.metadata
                 )
                 self._gateways.answered(target, request, response, trailing)
                 if (away := attempts.failed_item(response)) is None:

@@ -59,7 +59,7 @@ class Place:
 def places(directory: Path | None, gateways: int) -> Iterator[Sequence[Place]]:
     """The places of the gateways of a server, while it has the data directory.
 
-    Raises ConfigError, OSError, or JournalUnusable if another server has it.
+    Raises ConfigError, StateUnusable, OSError, or JournalUnusable if another server has it.
     """
     check_gateways(directory, gateways)
     directories: list[Path | None] = [None] * gateways

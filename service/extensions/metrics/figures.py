@@ -22,7 +22,7 @@ from quire.v1 import admin_pb2, executor_pb2, runner_pb2
 from service.api.append_codec import done_of
 from service.api.grpc_services import methods_of
 from service.caches.requests import DECODE, PREFILL, VERIFY, Append, Appended, AppendKind, Request
-from service.dispatcher import Found, OnOutcomes, Outcome
+from service.dispatcher import OnOutcomes, Outcome, Outcomes
 from service.errors import QuireError
 
 # Upper bounds in seconds: about vLLM's, with finer ones for small models; go-grpc-prometheus's; of pauses.
@@ -104,7 +104,7 @@ class Appends:
         """Returns an `on_outcomes` that also counts."""
         begun_s = time.monotonic()
 
-        def observe(found: Found) -> None:
+        def observe(found: Outcomes) -> None:
             on_outcomes(found)
             took_s = time.monotonic() - begun_s
             for index, outcome in found:

@@ -31,6 +31,7 @@ from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.answer_parts import formats_of_model
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
+from service.runtimes.items import num_samples
 from service.text.text_model import TextModel
 
 # The method of this name.
@@ -99,14 +100,19 @@ class CompletionHandler:
 
     async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
         """Runs the request as an execution, and sends its response. Raises QuireError."""
+        tenant, items = current_tenant(), completion_request.items
+        if tenant is not None:
+            # The first one above the quota would end the response, for which others were computed.
+            is_local = completion_request.model.is_local
+            tenant.require_at_once(sum(map(num_samples, items)) if is_local else len(items))
         async with self._response(completion_request) as response:
             # Preparing the response may have made tokens of prompts.
             request = runner_pb2.ExecuteRequest(
                 runtime=completion_request.model.runtime,
-                items=completion_request.items,
+                items=items,
                 priority=completion_request.priority,
             )
-            execution = self.executions.open(request, current_tenant(), None)
+            execution = self.executions.open(request, tenant, None)
             reader = execution.attach({})
             send_response = self._send_stream if completion_request.is_stream else self._send_whole
             try:

@@ -68,7 +68,8 @@ class WeightTransfer:
         # What the last call of /update_weights announced, which the next one may leave out.
         self._announced: Sequence[Announced] = ()
         self._pause = ""
-        self._weight_version: str | None = None
+        # The version of the weights that were served here last, and the trainer's name for it.
+        self._labelled: tuple[int, str] | None = None
         self._is_busy = False
         self._idle: asyncio.TimerHandle | None = None
         self._abandoning: asyncio.Task[None] | None = None
@@ -91,7 +92,7 @@ class WeightTransfer:
             route("/is_paused", lambda _: JSONResponse({"is_paused": bool(self._pause)})),
             # One process receives for all workers.
             route("/get_world_size", lambda _: JSONResponse({"world_size": 1})),
-            route("/weight_info", lambda _: JSONResponse({"weight_version": self._weight_version})),
+            route("/weight_info", lambda _: JSONResponse({"weight_version": self._label})),
         ]
 
     async def close(self) -> None:
@@ -190,7 +191,7 @@ class WeightTransfer:
                 raise LoadFailed("no weights were received since /start_weight_update")
             served = await self._serve(self._received)
             self._received = None
-        self._weight_version = label or str(served.weights_version)
+        self._labelled = served.weights_version, label or str(served.weights_version)
         return {
             "message": "Weight update finished",
             "weights_version": served.weights_version,
@@ -206,7 +207,7 @@ class WeightTransfer:
             async with self._admin.uploads.writing() as upload:
                 await complete(asyncio.to_thread(_copy_weights, directory, upload))
             served = await self._serve(upload)
-        self._weight_version = str(served.weights_version)
+        self._labelled = served.weights_version, str(served.weights_version)
         return {"message": "Weights updated", "weights_version": served.weights_version}
 
     async def _serve(self, upload: Upload) -> admin_pb2.LoadWeightsResponse:
@@ -221,6 +222,15 @@ class WeightTransfer:
         # All that it needs of a gRPC context.
         await self._admin.LoadWeights(request, cast("Any", SimpleNamespace(write=write)))
         return progress[-1]
+
+    @property
+    def _label(self) -> str | None:
+        """The name of the weights that are served, maybe loaded by others. None: no trainer sent any."""
+        if self._labelled is None:
+            return None
+        version, label = self._labelled
+        served = self._admin.state.model_version
+        return label if served == version else str(served)
 
     # The process.
 

@@ -201,9 +201,9 @@ def test_a_real_server(
     gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def work(_interval_s: float) -> None:
-        cache_id = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1] * 30)).kv_cache.cache_id
+        cache_id = gateway.prefill([1] * 30).kv_cache.cache_id
         for _ in range(20):
-            gateway.stub.Decode(pb.DecodeRequest(cache_id=cache_id, token_id=3))
+            gateway.decode(cache_id, 3)
 
     monkeypatch.setattr(top, "time", SimpleNamespace(sleep=work, monotonic=time.monotonic))
     assert main(["top", "--once", "--target", gateway.address]) == 0

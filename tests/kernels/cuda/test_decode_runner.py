@@ -153,6 +153,13 @@ class Twins:
         self.eager = EagerRunner(decoder, kvs[1])
         self.packer = HandPacker(16, range(1, PAGES))
 
+    def begin(self, *prompts: Sequence[int]) -> list[HandSequence]:
+        """A sequence for each, one after the other."""
+        sequences = [HandSequence() for _ in prompts]
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            self.step([Item(sequence, prompt)])
+        return sequences
+
     def step(self, items: list[Item], rows: list[SamplingRow] | None = None) -> list[int]:
         """Run both, compare, and return the chosen tokens."""
         inputs = self.packer.pack(items)
@@ -163,6 +170,11 @@ class Twins:
         return [int(token) for token in ours.chosen]
 
 
+def decodes(sequences: Sequence[HandSequence], tokens: Sequence[int]) -> list[Item]:
+    """The next token of each."""
+    return [Item(sequence, [token]) for sequence, token in zip(sequences, tokens, strict=True)]
+
+
 # Rows without a sequence are computed of whatever is in memory, and not read.
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_without_graphs_the_launches_are_the_same(
@@ -171,14 +183,12 @@ def test_without_graphs_the_launches_are_the_same(
     """Over the same memory, and ahead. Before, a runner without buffers ran them."""
     twins = Twins(decoder, device, graphs=False)
     assert (twins.graph.name, twins.graph.can_launch) == (EagerRunner.name, True)
-    sequences = [HandSequence() for _ in range(3)]
-    for length, sequence in zip((3, 9, 12), sequences, strict=True):
-        twins.step([Item(sequence, range(length))])
+    sequences = twins.begin(range(3), range(9), range(12))
     tokens = [1, 2, 3]
     for _ in range(4):
-        tokens = twins.step([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+        tokens = twins.step(decodes(sequences, tokens))
     assert sent == [True, False, False, False], "the tokens chosen are in the device's memory"
-    inputs = twins.packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+    inputs = twins.packer.pack(decodes(sequences, tokens))
     step = twins.graph.launch(inputs, [SamplingRow()] * 3, keeps_logits=True)
     assert step is not None, "the next step can be launched while this one runs"
     step.chosen()
@@ -207,11 +217,9 @@ def test_buckets() -> None:
 def test_any_schedule_of_decodes_prefills_and_settings(decoder: Decoder, device: str, seed: int) -> None:
     random_ = random.Random(seed)
     twins = Twins(decoder, device, max_rows=6)
-    sequences = [HandSequence() for _ in range(8)]
-    tokens = [random_.randrange(VOCAB) for _ in sequences]
-    prompts = [[random_.randrange(VOCAB) for _ in range(random_.randint(1, 40))] for _ in sequences]
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        twins.step([Item(sequence, prompt)])
+    tokens = [random_.randrange(VOCAB) for _ in range(8)]
+    prompts = [[random_.randrange(VOCAB) for _ in range(random_.randint(1, 40))] for _ in tokens]
+    sequences = twins.begin(*prompts)
     allowed = TokenMask(allowed=tuple(range(0, VOCAB, 3)))
     for _ in range(12):
         picked = random_.sample(range(8), random_.choice([1, 2, 3, 5, 6, 7]))
@@ -239,12 +247,10 @@ def test_callers_who_take_the_chosen_tokens_send_nothing(
     decoder: Decoder, device: str, sent: list[bool]
 ) -> None:
     twins = Twins(decoder, device)
-    sequences = [HandSequence() for _ in range(3)]
-    for length, sequence in zip((3, 9, 12), sequences, strict=True):
-        twins.step([Item(sequence, range(length))])
+    sequences = twins.begin(range(3), range(9), range(12))
     tokens = [1, 2, 3]
     for _ in range(10):
-        tokens = twins.step([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
+        tokens = twins.step(decodes(sequences, tokens))
     # The first batch, and where the third sequence (at 16 tokens) and the second get another page. The first
     # sequence does not get that far.
     assert [step for step, was_sent in enumerate(sent) if was_sent] == [0, 4, 7]
@@ -254,9 +260,7 @@ def test_another_token_another_batch_and_another_draw_are_sent(
     decoder: Decoder, device: str, sent: list[bool]
 ) -> None:
     twins = Twins(decoder, device)
-    first, second = HandSequence(), HandSequence()
-    for sequence in (first, second):
-        twins.step([Item(sequence, [5, 6])])
+    first, second = twins.begin([5, 6], [5, 6])
     (token,) = twins.step([Item(first, [1])])
     twins.step([Item(first, [token + 1 if token < 50 else token - 1])])
     tokens = twins.step([Item(first, [1]), Item(second, [1])])
@@ -286,9 +290,7 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: 
     drawn = Sampling(temperature=1.2, seed=3)
     for specs_of_batch in ([None] * 4, [drawn, None], [CUT, None, drawn]):
         specs = specs_of_batch
-        sequences = [HandSequence() for _ in specs]
-        for sequence in sequences:
-            twins.step([Item(sequence, [dice.randrange(VOCAB)] * dice.randint(9, 16))])
+        sequences = twins.begin(*([dice.randrange(VOCAB)] * dice.randint(9, 16) for _ in specs))
         tokens = [dice.randrange(VOCAB) for _ in specs]
         step: LaunchedStep | None = None
         for turn in range(7):
@@ -319,16 +321,15 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: 
             tokens = [tokens[at] for at in places]
             step = following
         assert step is not None and len(step.chosen()) == len(specs)
-        tokens = twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
-        twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
+        tokens = twins.step(decodes(sequences, tokens))
+        twins.step(decodes(sequences, tokens))
         kvs = [runner._kv.layer(1)[0].data for runner in (twins.graph, twins.eager)]
         torch.testing.assert_close(*kvs, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: str) -> None:
     twins = Twins(decoder, device)
-    sequence = HandSequence()
-    twins.step([Item(sequence, range(5))])
+    (sequence,) = twins.begin(range(5))
     (token,) = twins.step([Item(sequence, [1])])
     twins.graph.replay_last(3)
     kv_ahead = twins.graph._kv.layer(1)[0].data.clone()
@@ -343,9 +344,7 @@ def test_a_step_ahead_uses_the_tokens_on_the_device(decoder: Decoder, device: st
 
 def test_unusable_logits_name_their_rows(decoder: Decoder, device: str) -> None:
     twins = Twins(decoder, device)
-    sequences = [HandSequence() for _ in range(3)]
-    for sequence in sequences:
-        twins.step([Item(sequence, [5, 6])])
+    sequences = twins.begin([5, 6], [5, 6], [5, 6])
     page = sequences[1].pages[0]
     for layer in range(2):
         for pages in twins.graph._kv.layer(layer):
@@ -366,8 +365,7 @@ def test_a_step_with_unusable_logits_is_sent_again_when_it_is_repeated(
 ) -> None:
     """The device has advanced its buffers, though nothing was sent for that step either."""
     twins = Twins(decoder, device)
-    sequence, rows = HandSequence(), [SamplingRow()]
-    twins.step([Item(sequence, [5, 6])])
+    (sequence,), rows = twins.begin([5, 6]), [SamplingRow()]
     (token,) = twins.step([Item(sequence, [1])])
     inputs = twins.packer.pack([Item(sequence, [token])])
     step: LaunchedStep | None = None
@@ -434,7 +432,7 @@ def test_hidden_states_are_read_beside_graphs(decoder: Decoder, device: str) -> 
     sequences = [HandSequence(), HandSequence()]
     tokens = twins.step([Item(sequence, [4, 5, 6]) for sequence in sequences])
     for turn in range(6):
-        items = [Item(sequence, [token]) for sequence, token in zip(sequences, tokens, strict=True)]
+        items = decodes(sequences, tokens)
         if turn % 3 == 1:
             inputs, rows = twins.packer.pack(items), [SamplingRow(), SamplingRow()]
             ours, theirs = RowCapture({0: [1], 2: [0, 1]}), RowCapture({0: [1], 2: [0, 1]})
@@ -458,9 +456,7 @@ def test_experts_are_read_from_what_a_graph_leaves(device: str) -> None:
     sequences = [HandSequence() for _ in range(3)]
     tokens = twins.step([Item(sequence, [4, 5, 6 + at]) for at, sequence in enumerate(sequences)])
     for asking in ([1], [0, 2], [0, 1, 2], [2]):
-        inputs = twins.packer.pack(
-            [Item(sequence, [token]) for sequence, token in zip(sequences, tokens, strict=True)]
-        )
+        inputs = twins.packer.pack(decodes(sequences, tokens))
         if asking == [0, 2]:
             inputs = dataclasses.replace(
                 inputs, experts=torch.tensor([[[3, 1]] * 2, [[-1, -1]] * 2, [[0, 5]] * 2])
@@ -481,9 +477,7 @@ def test_a_batch_that_could_not_be_sent_is_sent_when_tried_again(
 ) -> None:
     """The step before must not be taken for the one that the device would run next."""
     twins = Twins(decoder, device)
-    first, second = HandSequence(), HandSequence()
-    for sequence in (first, second):
-        twins.step([Item(sequence, [5, 6])])
+    first, second = twins.begin([5, 6], [5, 6])
     (token,) = twins.step([Item(first, [1])])
     send = DecodeBuffers._send_tables
     monkeypatch.setattr(DecodeBuffers, "_send_tables", lambda *_: 1 / 0)
@@ -500,8 +494,7 @@ def test_a_batch_that_could_not_be_sent_is_sent_when_tried_again(
 def test_a_part_of_a_tree_is_no_decode(decoder: Decoder, device: str, sent: list[bool]) -> None:
     """Though it may be a single token whose row is wanted."""
     twins = Twins(decoder, device)
-    sequence = HandSequence()
-    twins.step([Item(sequence, [5, 6])])
+    (sequence,) = twins.begin([5, 6])
     inputs = twins.packer.pack([Item(sequence, [7])])
     tree = dataclasses.replace(inputs, attention=with_trees(inputs.attention, [Tree(())]))
     chosen = [runner.step(tree, [SamplingRow()]).chosen.tolist() for runner in (twins.graph, twins.eager)]

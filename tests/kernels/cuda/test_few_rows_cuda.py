@@ -175,22 +175,3 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, tiles: Ti
         assert own is not None
         assert same_bits(fewer, together[:rows]) and same_bits(fewer[:3], beside_nan[: min(rows, 3)])
         assert torch.equal(own[:, :rows], squares[:, :rows])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"x": torch.zeros(17, 32)}, "x: must have 1 to 16 rows, got 17"),
-        ({"x": torch.zeros(0, 32)}, "x: must have 1 to 16 rows, got 0"),
-        ({"x": torch.zeros(2, 31)}, "x: shape"),
-        ({"weight": torch.zeros(32, 8).T}, "weight: must be contiguous"),
-        ({"residual": torch.zeros(2, 9)}, "residual: shape"),
-        ({"norm": NormBefore(torch.zeros(31), EPS, torch.zeros(1, 16))}, "norm.weight: shape"),
-        ({"norm": NormBefore(torch.zeros(32), EPS, torch.zeros(1, 2))}, "norm.squares: shape"),
-    ],
-)
-def test_wrong_arguments_are_named(changed: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"x": torch.zeros(2, 32), "weight": torch.zeros(8, 32)}
-    arguments |= changed
-    with pytest.raises(ValueError, match=message):
-        few_rows_product(bias=None, tiles=tiles_for(torch.float32, None)[0], **arguments)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 from kernels.few_rows import few_rows_product
 from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import MODELS, WITHOUT_STATES, settings_of
+from tests.families import MODELS, WITHOUT_STATES, settings_of, some
 from tests.gpu.sizes import FirstTiles
 from tests.kernels.cuda.test_decode_runner import SETTINGS, random_decoder
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
@@ -112,9 +112,7 @@ class Twins:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DIFFERING else pytest.mark.thorough) for name in ON_GPUS]
-)
+@pytest.mark.parametrize("name", some(ON_GPUS, DIFFERING))
 def test_every_family(name: str, device: str, fused: list[int]) -> None:
     plain, other = decoder_of(name, device), decoder_of(name, device)
     plain._of_all_rows, plain._of_wanted_rows = plain._parted()

@@ -36,6 +36,7 @@ DIFFERING = [
     *(FORMATS[name] for name in ("q8_0", "q4_1", "q2_k", "q4_k", "q6_k", "iq4_xs")),
     integer_groups(4, 128, torch.float16, zeros=True),
     integer_groups(8, 0, torch.bfloat16, zeros=False),
+    integer_groups(3, 64, torch.bfloat16, zeros=False, minima=True),
 ]
 EPS = 1e-6
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels import gpu_format
+from tests.families import some
 from tests.gpu.sizes import FirstTiles, ForwardsFirst
 from tests.kernels.conftest import INTERPRETED
 from tests.recurrent import RECURRENT
@@ -54,10 +55,7 @@ def decoder_on(device: str, directory: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough)
-        for name in sorted(RECURRENT.keys() & FAMILIES.keys())
-    ],
+    some(sorted(RECURRENT.keys() & FAMILIES.keys()), ALWAYS),
 )
 def test_logits_are_those_of_transformers(
     model_type: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2, types_pb2
 
-from service.caches.keyed_answers import KeyedAnswers
+from service.caches.idempotency import IdempotencyTable
 from service.caches.tenants import Quota, Tenant
 from service.config import Config
 from service.errors import ExecutionLost, NoWorker, QuotaExceeded, TooManyExecutions
@@ -42,11 +42,11 @@ class Slow(FakeRuntime):
 
 
 def executions(*runtimes: FakeRuntime, **settings: Any) -> Executions:
-    return executions_with(KeyedAnswers(), *runtimes, **settings)
+    return executions_with(IdempotencyTable(), *runtimes, **settings)
 
 
 def executions_with(
-    keyed: KeyedAnswers,
+    idempotency: IdempotencyTable,
     *runtimes: FakeRuntime,
     has_worker: bool = True,
     batch_invariant: bool = True,
@@ -56,7 +56,7 @@ def executions_with(
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000, batch_invariant=batch_invariant)
     ready = worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None
     state = state_of(Config(**settings), ready)
-    return Executions(Router(cast(Any, runtimes)), state, keyed)
+    return Executions(Router(cast(Any, runtimes)), state, idempotency)
 
 
 def request(request_id: str = "", *, at: int = 0, **fields: Any) -> runner_pb2.ExecuteRequest:
@@ -248,7 +248,7 @@ async def test_executions_that_fail_in_preparation_count_in_the_rate(alice: Tena
         with pytest.raises(QuotaExceeded, match="max_per_s"):
             served.open(bad(), alice, None)
     await settled()
-    assert runtime.prepared == 4 and alice.unseen == 0
+    assert runtime.prepared == 4 and alice.external == 0
 
 
 async def test_estimates_of_costs_count_in_the_rate(alice: Tenant) -> None:
@@ -262,7 +262,7 @@ async def test_estimates_of_costs_count_in_the_rate(alice: Tenant) -> None:
         await api.EstimateCost(asked, cast(Any, None))
     with pytest.raises(QuotaExceeded, match="max_per_s"):
         await api.EstimateCost(asked, cast(Any, None))
-    assert runtime.prepared == 4 and alice.unseen == 0
+    assert runtime.prepared == 4 and alice.external == 0
 
 
 async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None:

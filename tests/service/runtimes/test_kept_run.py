@@ -42,9 +42,9 @@ class KeptBatch:
         asked = [runner_pb2.ExecuteItem(item_id=one.spec.item_id, n=one.num_samples) for one in items]
         self.batch = Batch("key", None, asked, keep_s=keep_s)
 
-    def begin(self, *items: PreparedItem, least_lease_s: float = 0.0) -> tuple[Reading, asyncio.Task[None]]:
+    def begin(self, *items: PreparedItem, lease_s: float = 1000.0) -> tuple[Reading, asyncio.Task[None]]:
         reader = Reading()
-        run = LocalRun(self.gateway.dispatcher, self.batch, reader, least_lease_s=least_lease_s)
+        run = LocalRun(self.gateway.dispatcher, self.batch, reader, lease_s)
         return reader, asyncio.create_task(run_to_end(run, items or self.items))
 
     async def settle(self) -> None:
@@ -135,7 +135,7 @@ async def test_an_item_resumes_only_if_a_cache_shows_that_it_ran_here(*, has_run
 
 async def test_a_slow_reader_does_not_let_the_caches_of_a_kept_batch_expire() -> None:
     world = KeptBatch(ONE, MANY, keep_s=2.0)
-    reader, task = world.begin(least_lease_s=1000.0)
+    reader, task = world.begin()
     while not task.done():
         # The reader pauses for longer than keep_s.
         world.gateway.wait(10)

@@ -332,6 +332,19 @@ async def test_a_slow_grammar_is_refused_and_delays_no_other_sample(monkeypatch:
             await hostile
 
 
+async def test_a_check_that_hung_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a grammar was refused for good because the machine had once been too slow."""
+    limit(monkeypatch, timeout_s=3.0)
+    with opened() as constraints:
+        await factory(constraints, "regex", "[ab]*")
+        pid = constraints._checks.idle[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(InvalidArgument, match="took too long"):
+            await factory(constraints, "regex", "[bc]*")
+        await factory(constraints, "regex", "[bc]*")
+
+
 class Checks:
     """Checks of grammars, each of which waits until `may_run` is set."""
 

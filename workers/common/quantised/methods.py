@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from workers.common.quantised import compressed_tensors
+from workers.common.quantised import compressed_tensors, mlx
 from workers.common.quantised.scheme import (
     NO_NAMES,
     Layout,
@@ -25,8 +25,8 @@ from workers.common.quantised.scheme import (
 )
 
 SETTING: Final = "quantization_config"
-# Where else a config may say it: an older spelling of compressed-tensors, and MLX.
-_OTHER_SETTINGS: Final = ("compression_config", "quantization")
+# Where else a config may say it: an older spelling of compressed-tensors.
+_OTHER_SETTING: Final = "compression_config"
 _TEXT: Final = "text_config"
 
 BITSANDBYTES: Final = "bitsandbytes"
@@ -145,6 +145,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, object]], Quantisation]]] = {
     "fbgemm_fp8": _fbgemm_fp8,
     "fp8": _fp8,
     "gptq": _gptq,
+    mlx.METHOD: mlx.read,
     "modelopt": _modelopt,
     MXFP4: _mxfp4,
 }
@@ -164,16 +165,17 @@ def read_quantisation(settings: Mapping[str, object]) -> Quantisation | None:
     if found is None:
         return None
     name, said = found
-    if name != SETTING:
+    if name == _OTHER_SETTING:
         raise NotUnderstood(f"{name}: this way to say it is not supported")
     method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = mlx.METHOD if name == mlx.SETTING else method
     if not isinstance(said, Mapping) or not isinstance(method, str) or method not in METHODS:
         known = ", ".join(METHODS)
-        raise NotUnderstood(f"{SETTING}: quant_method must be one of {known}, got {shown(method)}")
+        raise NotUnderstood(f"{name}: quant_method must be one of {known}, got {shown(method)}")
     try:
         return METHODS[method](said)
     except NotUnderstood as error:
-        raise NotUnderstood(f"{SETTING} ({method}): {error}") from None
+        raise NotUnderstood(f"{name} ({method}): {error}") from None
 
 
 def is_quantised(settings: Mapping[str, object]) -> bool:
@@ -182,9 +184,9 @@ def is_quantised(settings: Mapping[str, object]) -> bool:
 
 
 def _said(settings: Mapping[str, object]) -> tuple[str, object] | None:
-    """The setting that says it, and what."""
+    """The setting that says it, and what. MLX also writes its own into `SETTING`, without a method."""
     text = settings.get(_TEXT)
     for part in (settings, text if isinstance(text, Mapping) else {}):
-        if found := next(filter(part.get, (SETTING, *_OTHER_SETTINGS)), ""):
+        if found := next(filter(part.get, (mlx.SETTING, SETTING, _OTHER_SETTING)), ""):
             return found, part[found]
     return None

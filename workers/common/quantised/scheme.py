@@ -33,6 +33,7 @@ class Layout(Enum):
     FLOAT8 = "float-quantized"
     TABLE = "bitsandbytes of 4 bits"
     ROWS_OF_BYTES = "bitsandbytes of 8 bits"
+    MLX = "mlx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,11 @@ class Scheme:
 
     Attributes:
         layout: In which tensors.
-        bits: Of a value: 8, or of integers also 4.
+        bits: Of a value: 8, of integers also 4, and of MLX's also others.
         group: Of integers, the inputs with one scale; 0: a row has one, or the matrix.
         has_zeros: Integers have zero points.
         zero_offset: Added to the stored zero points.
+        has_minima: Groups have minima, which are added.
         has_order: A group's inputs may be any ones, as a tensor says.
         block: Of 8-bit floats, the outputs and inputs with one scale; None: a row has one, or the matrix.
     """
@@ -54,6 +56,7 @@ class Scheme:
     group: int = 0
     has_zeros: bool = False
     zero_offset: int = 0
+    has_minima: bool = False
     has_order: bool = False
     block: tuple[int, int] | None = None
 

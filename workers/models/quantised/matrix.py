@@ -26,20 +26,22 @@ class IntegerRows(QuantisedRows):
     """Rows of a matrix of integers.
 
     Attributes:
-        values: [n, I] int8, or uint8 with zero points or a table. In the order of the groups.
+        values: [n, I] int8, or uint8 with zero points, minima or a table. In the order of the groups.
         scales: [n, S].
         zeros: [n, S] uint8 or int8 as the values; None: zero points are 0.
         order: [I] int64, the input of each column; None: as they are.
         table: Which of `TABLES` has what values stand for; 0: they are numbers.
+        minima: [n, S], added to what is scaled; None: they are 0.
     """
 
     zeros: torch.Tensor | None
     order: torch.Tensor | None
     table: int = 0
+    minima: torch.Tensor | None = None
 
     def __getitem__(self, rows: slice) -> IntegerRows:
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return IntegerRows(self.values[rows], self.scales[rows], zeros, self.order, self.table)
+        zeros, minima = (None if each is None else each[rows] for each in (self.zeros, self.minima))
+        return IntegerRows(self.values[rows], self.scales[rows], zeros, self.order, self.table, minima)
 
     def dense(self, group: int) -> torch.Tensor:
         """What they stand for, with the inputs as they are in a row: [n, I] float32. `group`: its inputs."""
@@ -48,6 +50,8 @@ class IntegerRows(QuantisedRows):
         if self.zeros is not None:
             moved -= _spread(self.zeros.float(), group, moved)
         found = _spread(self.scales.float(), group, moved) * moved
+        if self.minima is not None:
+            found += _spread(self.minima.float(), group, moved)
         return found if self.order is None else found[:, self.order.argsort()]
 
     def write(self, weight: Weight, first: int) -> torch.Tensor:
@@ -56,7 +60,7 @@ class IntegerRows(QuantisedRows):
                 weight.reorder(self.order)
             weight = weight.within
         assert isinstance(weight, AnyGroupedWeight)
-        weight.write_groups(first, self.values, self.scales, self.zeros)
+        weight.write_groups(first, self.values, self.scales, self.zeros, self.minima)
         return self.scales
 
 
@@ -132,6 +136,6 @@ def integer_format(scheme: Scheme, name: str, inputs: int, scales: torch.dtype) 
     """How integers are held. Raises UnsupportedError if they cannot be."""
     group = 0 if scheme.group >= inputs else scheme.group
     try:
-        return integer_groups(scheme.bits, group, scales, zeros=scheme.has_zeros)
+        return integer_groups(scheme.bits, group, scales, zeros=scheme.has_zeros, minima=scheme.has_minima)
     except ValueError as error:
         raise UnsupportedError(f"tensor {name}: {error}") from None

@@ -10,7 +10,6 @@ Dimension letters: n rows; O outputs; G groups; E experts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -80,7 +79,7 @@ class Mxfp4Experts(StoredTensor):
 
     def of_expert(self, expert: int) -> Mxfp4Matrix:
         """The matrix of one of them."""
-        return Mxfp4Matrix(self.name, *(_of_first(each, expert) for each in (self._blocks, self._scales)))
+        return Mxfp4Matrix(self.name, *(each.element(expert) for each in (self._blocks, self._scales)))
 
     def parts(
         self, rows: range | None = None, staging: Staging | None = None
@@ -108,10 +107,3 @@ def mxfp4_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, StoredTensor]
 
 def _both(part: str) -> tuple[str, str]:
     return part, part.removesuffix(_BLOCKS) + _SCALES
-
-
-def _of_first(entry: TensorEntry, index: int) -> TensorEntry:
-    """An element of the first dimension."""
-    size = entry.nbytes // entry.shape[0]
-    begin = entry.begin + index * size
-    return dataclasses.replace(entry, shape=entry.shape[1:], begin=begin, nbytes=size)

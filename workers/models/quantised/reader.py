@@ -13,6 +13,7 @@ from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
 from workers.models.quantised.matrix import QuantisedMatrix
+from workers.models.quantised.mlx import MlxMatrix, of_each_expert
 from workers.models.quantised.mxfp4 import mxfp4_tensors
 from workers.models.quantised.tensors import FLOAT8, Tensors
 
@@ -22,12 +23,13 @@ _READERS: Mapping[Layout, Callable[[Tensors, Scheme], QuantisedMatrix]] = {
     Layout.PACKED: CompressedMatrix,
     Layout.BYTES: CompressedMatrix,
     Layout.FLOAT8: Float8Matrix,
+    Layout.MLX: MlxMatrix,
 }
 # What only quantised matrices have.
 _MARKS = ("qweight", "weight_packed")
-_QUANTISED_DTYPES = ("I8", *FLOAT8)
+_QUANTISED_DTYPES = ("I8", "U32", *FLOAT8)
 _PARTS = frozenset((
-    "qweight", "qzeros", "scales", "g_idx",
+    "qweight", "qzeros", "scales", "biases", "g_idx",
     "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point",
     "weight_g_idx",
 ))  # fmt: skip
@@ -62,7 +64,9 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
         is_quantised = _is_quantised(parts)
         if is_quantised:
             own = {part: entry for part, entry in parts.items() if part in _PARTS}
-            found[f"{module}.weight"] = _matrix(Tensors(module, own), said)
+            scheme = _scheme(Tensors(module, own), said)
+            for each in of_each_expert(Tensors(module, own)):
+                found[f"{each.module}.weight"] = _READERS[scheme.layout](each, scheme)
         for part, entry in parts.items():
             if part not in _UNUSED and not (is_quantised and part in _PARTS):
                 found[f"{module}.{part}" if module else part] = entry
@@ -74,7 +78,8 @@ def _is_quantised(parts: Mapping[str, TensorEntry]) -> bool:
     return any(mark in parts for mark in _MARKS) or (weight is not None and weight.dtype in _QUANTISED_DTYPES)
 
 
-def _matrix(tensors: Tensors, said: Quantisation) -> QuantisedMatrix:
+def _scheme(tensors: Tensors, said: Quantisation) -> Scheme:
+    """How a module's matrix is stored. Raises ModelError."""
     module = tensors.module
     kind = _EMBEDDING_KIND if module.rpartition(".")[2] == _EMBEDDING else _KIND
     any_entry = next(iter(tensors.entries.values()))
@@ -82,4 +87,4 @@ def _matrix(tensors: Tensors, said: Quantisation) -> QuantisedMatrix:
     if scheme is None:
         says = f"{any_entry.name} is quantised, and the config says that {module} is not"
         raise ModelError(f"{any_entry.file}: tensor {says}")
-    return _READERS[scheme.layout](tensors, scheme)
+    return scheme

@@ -12,7 +12,10 @@ from workers.models.checkpoint import TensorEntry
 from workers.models.errors import ModelError
 
 # Names in a safetensors header.
-INTEGERS = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64}
+# Words of bits alone are unsigned ones.
+INTEGERS = {
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "U32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn}
 # A scale as the exponent of a power of two alone.
@@ -95,14 +98,26 @@ def spread(scales: torch.Tensor, outputs: int) -> torch.Tensor:
 
 
 def unpack_columns(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Values along the rows of words, the lowest bits first: int32 [n, W] -> uint8 [n, W * 32 / bits]."""
+    """Values along the rows of words, the lowest bits first: int32 [n, W] -> uint8 [n, W * 32 / bits].
+
+    A value may begin in one word and end in the next.
+    """
     # Flat, since the words of rows of one may have any stride.
     numbers = (
         packed.flatten().view(torch.uint8).view(len(packed), 4 * packed.shape[1])
     )  # [n, W * 4]: lowest first
     if bits == 8:
         return numbers
-    return torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
+    # The bytes after which a value begins with a byte again.
+    units = numbers.view(len(numbers), -1, bits // math.gcd(bits, 8))
+    values = []
+    for place in range(0, 8 * units.shape[2], bits):
+        byte, bit = divmod(place, 8)
+        value = units[:, :, byte] >> bit
+        if bit + bits > 8:
+            value |= units[:, :, byte + 1] << 8 - bit
+        values.append(value & (1 << bits) - 1)
+    return torch.stack(values, dim=2).flatten(1)
 
 
 def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -125,6 +125,24 @@ async def test_text_becomes_tokens_within_the_quota(
     assert "max_per_s" in found[1].json()["error"]["message"]
 
 
+@pytest.mark.parametrize("more", [{"prompt": ["a"] * 6}, {"prompt": ["a"] * 2, "n": 3}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_exceeds_the_rate_is_not_begun(tmp_path: Path, more: dict[str, Any], stream: bool) -> None:
+    """Before, one sample ended the response, when the others had been computed; and it was to be retried."""
+    token, line = new_token("alice", [Role.CALL])
+    (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n[tenants.alice]\nmax_per_s = 5\n")
+    texts, file = {"tokenizer_json": byte_tokenizer().to_str().encode()}, str(tmp_path / "tokens")
+    body = {"model": "local", "max_tokens": 1, "stream": stream, **more}
+    async with serving(FakeRuntime(generate_yes, "local"), texts=texts, tokens=file) as served:
+        url = f"http://127.0.0.1:{served.port}/v1/completions"
+        async with httpx2.AsyncClient(headers={"authorization": f"Bearer {token}"}) as client:
+            refused = await client.post(url, json=body, timeout=TIMEOUT_S)
+            small = await client.post(url, json={**body, "prompt": "a", "n": 1}, timeout=TIMEOUT_S)
+    assert refused.status_code == 429 and "max_per_s" in refused.json()["error"]["message"]
+    assert refused.headers["x-should-retry"] == "false"
+    assert small.status_code == 200
+
+
 async def test_only_who_may_call_learns_which_paths_there_are(tmp_path: Path) -> None:
     token, line = new_token("alice", [Role.CALL])
     (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n")

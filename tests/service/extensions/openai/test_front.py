@@ -27,7 +27,7 @@ from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
-from service.caches.keyed_answers import KeyedAnswers
+from service.caches.idempotency import IdempotencyTable
 from service.config import Config
 from service.errors import (
     InvalidArgument,
@@ -144,7 +144,7 @@ async def serving(
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    executions = Executions(router, state, KeyedAnswers())
+    executions = Executions(router, state, IdempotencyTable())
     embedder = Embedder(state, text, unexpected)
     front = config.of(OpenAiSettings).open_extension(config)
     front.attach(

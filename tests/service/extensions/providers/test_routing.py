@@ -13,7 +13,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.budgets import Budget
-from service.caches.keyed_answers import KeyedAnswers
+from service.caches.idempotency import IdempotencyTable
 from service.config import Config
 from service.errors import (
     AnswersFull,
@@ -226,7 +226,7 @@ async def test_a_batch_runs_only_where_its_cost_limit_holds(
 async def estimated(router: RoutingRouter, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
     """The response of EstimateCost."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
-    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, cast(Any, None))
+    api = RunnerApi(Executions(router, state, IdempotencyTable()), router, state, cast(Any, None))
     request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 

@@ -1,18 +1,18 @@
-"""The parts of the state machine that all kinds of requests use, and what most kinds have in common."""
+"""The parts of the state machine that request handlers use, and the base class of most handlers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from service.caches.admission import Admission, Limits
 from service.caches.attempts import Attempts, failure_of
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import Context
-from service.caches.entries import CacheEntry, Change, Operation, OperationKind, Req
+from service.caches.entries import CacheEntry, Change, Operation, Req, RequestHandler
 from service.caches.ledger import Ledger
 from service.caches.parked import ParkedOperations
 from service.caches.placement import KvPlacement, Workers
 from service.caches.requests import Fork
-from service.caches.reservations import Admission, Limits
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 
@@ -37,8 +37,8 @@ class Parts:
         self.attempts = Attempts(self.context, self.workers, self.kv, self.parked, limits.max_wait_s)
 
 
-class BaseKind(OperationKind[Req]):
-    """A kind whose requests name one cache and begin one by one, and which uses the parts."""
+class BaseHandler(RequestHandler[Req]):
+    """A handler of requests that name one cache and begin one by one."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -54,12 +54,12 @@ class BaseKind(OperationKind[Req]):
             try:
                 change = self._begin(operation, operation.request)  # type: ignore[arg-type]  # of this kind
             except Exception as error:
-                # Also a bug must not block the cache for ever.
+                # Not even a bug may block the cache for ever.
                 change = failure_of(error)
             if change is not None:
                 begun.append((operation, change))
         return begun
 
     def _begin(self, operation: Operation, request: Req) -> Change | None:
-        """Begins one operation. None: a worker has to compute first. Raises QuireError to refuse it."""
+        """Begins one operation. None: a worker computes it first. Raises QuireError to refuse it."""
         raise NotImplementedError

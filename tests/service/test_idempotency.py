@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.caches.keyed_answers import KeyedAnswers, Kind
+from service.caches.idempotency import IdempotencyTable, Kind
 from service.caches.requests import Fork
 from service.caches.tenants import Tenant
 from service.errors import InvalidArgument, QuireError
@@ -25,8 +25,8 @@ class Server:
 
     def __init__(self) -> None:
         self.gateway = Gateway()
-        self.keyed = self.gateway.machine.index.keyed
-        self.executions = executions_with(self.keyed, FakeRuntime("local"))
+        self.idempotency = self.gateway.machine.index.idempotency
+        self.executions = executions_with(self.idempotency, FakeRuntime("local"))
         self.parent = self.gateway.create(1, 2)
 
     def make(self, kind: Kind, request_id: str, *, other: bool = False) -> object:
@@ -78,26 +78,28 @@ async def test_nothing_is_left_of_what_is_gone(kind: Kind) -> None:
     for number in range(3):
         server.remove(kind, server.make(kind, f"a{number}"))
     await asyncio.sleep(0)
-    assert not len(server.keyed)
+    assert not len(server.idempotency)
 
 
 def test_a_tenant_sees_only_its_own() -> None:
-    keyed = KeyedAnswers()
-    keyed.add("a", None, Kind.EXECUTION, "made")
-    assert keyed.find("a", keyed.anonymous, Kind.EXECUTION) and not keyed.find("a", ALICE, Kind.EXECUTION)
-    keyed.begin("a", ALICE, Kind.FORK)
-    keyed.end("a", ALICE, Kind.FORK)
-    assert len(keyed) == 1
+    idempotency = IdempotencyTable()
+    idempotency.add("a", None, Kind.EXECUTION, "made")
+    assert idempotency.find("a", idempotency.anonymous, Kind.EXECUTION) and not idempotency.find(
+        "a", ALICE, Kind.EXECUTION
+    )
+    idempotency.begin("a", ALICE, Kind.FORK)
+    idempotency.end("a", ALICE, Kind.FORK)
+    assert len(idempotency) == 1
 
 
 def test_of_two_kinds_in_an_earlier_journal_the_first_is_found() -> None:
     """Before, a creation and a fork could have one id."""
-    keyed = KeyedAnswers()
-    keyed.add("a", None, Kind.CREATION, "cache")
-    keyed.add("a", None, Kind.FORK, "child", index=1)
-    assert keyed.find("a", None, Kind.FORK) is None
-    keyed.remove("a", None, Kind.FORK, "child", index=1)
-    keyed.remove("a", None, Kind.CREATION, "another cache")
-    assert len(keyed) == 1
-    keyed.remove("a", None, Kind.CREATION, "cache")
-    assert not len(keyed)
+    idempotency = IdempotencyTable()
+    idempotency.add("a", None, Kind.CREATION, "cache")
+    idempotency.add("a", None, Kind.FORK, "child", index=1)
+    assert idempotency.find("a", None, Kind.FORK) is None
+    idempotency.remove("a", None, Kind.FORK, "child", index=1)
+    idempotency.remove("a", None, Kind.CREATION, "another cache")
+    assert len(idempotency) == 1
+    idempotency.remove("a", None, Kind.CREATION, "cache")
+    assert not len(idempotency)

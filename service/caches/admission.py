@@ -1,7 +1,7 @@
-"""Counts of caches, tokens, requests and bytes, by tenant and in total; and admission, which checks them.
+"""Admission: counts caches, tokens, requests and bytes, by tenant and in total, and checks their limits.
 
-Only this module writes these counts. An operation reserves what it may create. When it ends, the
-reservation is replaced by what it created.
+Only this module writes these counts. An operation reserves what it may create. When it ends, the reservation
+is replaced by what it did create.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service.caches.effects import Context
-from service.caches.entries import CacheEntry, Operation, OperationKind
+from service.caches.entries import CacheEntry, Operation, RequestHandler
 from service.caches.ledger import CacheState, Ledger
 from service.caches.placement import Workers
 from service.caches.requests import Append, Priority, Request
@@ -57,7 +57,7 @@ class Admission:
         self._ledger = ledger
         self._weights = weights
         self._workers = workers
-        # With fewer operations nobody is refused for their number.
+        # With fewer operations than this, none is refused because of their number.
         self._half_of_queue = limits.max_queued_operations / 2
         # Includes caches that are being created, and scorings.
         self._caches = 0
@@ -65,20 +65,20 @@ class Admission:
         self.draining = False
         # False after a failed write: nothing is computed that could not be written.
         self.journal_works = True
-        # Where several gateways share the journal: see its `valid_until_s`.
+        # Until when this gateway owns the caches.
         self.lease = Lease()
 
     # Admission.
 
     def admit(
-        self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
+        self, handler: RequestHandler[Request], request: Request, tenant: Tenant, queued: int
     ) -> tuple[Sequence[CacheEntry], int]:
         """Counts a request. Returns its caches, and about how many bytes the journal needs for it.
 
-        queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
+        queued: the number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
         """
-        # This runs for each token, so what is rare is asked in functions of its own.
-        is_checked, half = not kind.is_always_admitted, self._half_of_queue
+        # This runs for each token, so rare cases are in functions of their own.
+        is_checked, half = not handler.is_always_admitted, self._half_of_queue
         if is_checked and (
             self.draining
             or not self.journal_works
@@ -87,36 +87,36 @@ class Admission:
             or tenant.in_flight >= half
         ):
             self._require_admission(request, tenant, queued)
-        known, size_bytes = kind.entries(request, tenant)
+        known, size_bytes = handler.entries(request, tenant)
         left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
         if is_checked and size_bytes and size_bytes > left_bytes:
             raise JournalFull(self._limits.max_journal_bytes)
         serving = self._weights.serving
         for entry in known:
             if entry is None or entry.waiting or entry.state.weights != serving:
-                self._require_turn(kind, known, entry)
+                self._require_turn(handler, known, entry)
         self._queued_bytes += size_bytes
         tenant.in_flight += 1
         return known, size_bytes  # type: ignore[return-value]  # None is none of them
 
     def _require_turn(
-        self, kind: OperationKind[Request], known: Sequence[CacheEntry | None], entry: CacheEntry | None
+        self, handler: RequestHandler[Request], known: Sequence[CacheEntry | None], entry: CacheEntry | None
     ) -> None:
-        """Raises CacheNotFound, WeightsChanged or QueueFull if a request cannot wait for its turn there."""
+        """Raises CacheNotFound, WeightsChanged or QueueFull if a request cannot queue on this cache."""
         try:
             if entry is None:
                 raise CacheNotFound
-            if kind.needs_weights:
+            if handler.needs_weights:
                 self._weights.require(entry)
-            # One of them begins at once if none runs.
+            # If none runs, the first of them begins at once.
             most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
-            if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
+            if len(entry.waiting) >= most_waiting and not handler.is_always_admitted:
                 raise QueueFull(MAX_WAITING_PER_CACHE, self._retry_after_s(None))
         except QuireError as error:
             raise error.with_index(known.index(entry), len(known)) from None
 
     def require_journal(self, size_bytes: int) -> None:
-        """Raises JournalFull if the journal must not grow by so much. For caches that are to be created."""
+        """Raises JournalFull if the journal has no room for the creation of a cache."""
         if size_bytes > self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes:
             raise JournalFull(self._limits.max_journal_bytes)
 
@@ -132,14 +132,14 @@ class Admission:
             raise QueueFull(math.ceil(most / 2), self._retry_after_s(append))
         if queued >= most:
             raise QueueFull(most, self._retry_after_s(append))
-        # Without tenants callers cannot be told apart.
+        # The anonymous tenant is all callers, and may use the whole queue.
         if tenant.name and tenant.in_flight >= most / 2:
             raise QueueFull(math.ceil(most / 2), self._retry_after_s(append), of_tenant=True)
         if not self.journal_works and not (append is not None and append.is_scoring):
             raise JournalUnavailable
 
     def _retry_after_s(self, append: Append | None) -> float:
-        """When to retry: after the time that an append of as many tokens would wait for a worker now."""
+        """The time to retry after: how long an append of as many tokens would wait for a worker now."""
         tokens = 1 if append is None else len(append.token_ids)
         return retry_after_s(self._workers.expected_wait_s(self._weights.serving, tokens))
 
@@ -167,16 +167,16 @@ class Admission:
     def count(self, entry: CacheEntry) -> None:
         """Updates the tenant's tokens to the length of a cache."""
         length = entry.state.tokens.length
-        entry.tenant.tokens += length - entry.counted
-        entry.counted = length
+        entry.tenant.tokens += length - entry.counted_tokens
+        entry.counted_tokens = length
 
     def remove(self, entries: Iterable[CacheEntry]) -> None:
         """Takes released caches, or those whose creation failed, out of the counts."""
         for entry in entries:
             self._caches -= 1
             entry.tenant.caches -= 1
-            entry.tenant.tokens -= entry.counted
-            entry.counted = 0
+            entry.tenant.tokens -= entry.counted_tokens
+            entry.counted_tokens = 0
 
     # Operations.
 
@@ -207,7 +207,7 @@ class Admission:
             self._queued_bytes -= operation.size_bytes
             if not operation.is_internal:
                 tenant.in_flight -= 1
-            tenant.tokens += length - entry.counted - operation.tokens
-            entry.counted, operation.tokens = length, 0
+            tenant.tokens += length - entry.counted_tokens - operation.tokens
+            entry.counted_tokens, operation.tokens = length, 0
             if operation.caches:
                 self.end_reservation(operation)

@@ -1,0 +1,27 @@
+"""A gateway that also serves OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+
+from tests.gateway_process import GatewayProcess
+
+TIMEOUT_S = 60.0
+
+
+class HttpGateway(GatewayProcess):
+    """A gateway that serves OpenAI's API on a free port."""
+
+    def __init__(self, *, model: str, workers: int = 1, flags: Sequence[str] = ()) -> None:
+        super().__init__(model=model, workers=workers, flags=[*flags, "--openai-listen", "127.0.0.1:0"])
+
+    @property
+    def url(self) -> str:
+        """Of the API, as its clients have it."""
+        return f"http://127.0.0.1:{self.http_port}/v1"
+
+    def client(self, key: str = "none") -> Any:
+        return openai.OpenAI(base_url=self.url, api_key=key, timeout=TIMEOUT_S, max_retries=0)

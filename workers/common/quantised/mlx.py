@@ -1,0 +1,55 @@
+"""MLX, as mlx-lm and mlx-vlm write it: integers with a scale and a minimum for each group of inputs.
+
+The config names the bits and the group of all modules, and those of modules that differ. The tensors say
+which modules are quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workers.common.quantised.scheme import (
+    Layout,
+    Names,
+    NotUnderstood,
+    Quantisation,
+    Scheme,
+    group_size,
+    integer,
+    one_of,
+    shown,
+)
+
+METHOD = "mlx"
+SETTING = "quantization"
+_BITS = (2, 3, 4, 5, 6, 8)
+_OF_ALL = ("group_size", "bits", "mode")
+
+
+def read(settings: Mapping[str, object]) -> Quantisation:
+    """Raises NotUnderstood."""
+    of_all, ignored = _scheme(settings), set[str]()
+    modules: dict[Scheme, set[str]] = {}
+    for name, value in settings.items():
+        if name in _OF_ALL:
+            continue
+        if not isinstance(value, bool | Mapping):
+            raise NotUnderstood(f"{shown(name)}: is not known, got {shown(value)}")
+        if value is False:
+            ignored.add(name)
+        elif value is not True:
+            try:
+                modules.setdefault(_scheme(value), set()).add(name)
+            except NotUnderstood as error:
+                raise NotUnderstood(f"{shown(name)}: {error}") from None
+    rules = [(Names(frozenset(names), ()), scheme) for scheme, names in modules.items()]
+    return Quantisation(METHOD, [*rules, (None, of_all)], Names(frozenset(ignored), ()))
+
+
+def _scheme(settings: Mapping[str, object]) -> Scheme:
+    """Raises NotUnderstood."""
+    one_of(settings, "mode", "affine", default="affine")
+    bits = integer(settings, "bits")
+    if bits not in _BITS:
+        raise NotUnderstood(f"bits: must be one of {', '.join(map(str, _BITS))}, got {bits}")
+    return Scheme(Layout.MLX, bits, group_size(settings), has_minima=True)

@@ -1,0 +1,76 @@
+"""MLX: rows of the matrix as a stream of bits.
+
+weight uint32 [O, I * bits / 32], the first value in the lowest bits of the first word; a value of 3, 5 or 6
+bits may begin in one word and end in the next. scales and biases [O, G]. A weight is scale * value + bias.
+The matrices of all experts of a layer are one: weight [E, O, I * bits / 32], and so on.
+
+Source: `dequantize` of mlx, `SwitchLinear` of mlx-lm. `_affine_dequantize_tensor` of transformers'
+integrations/metal_quantization.py has the layouts of 2, 4 and 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from workers.common.quantised.scheme import Scheme
+from workers.models.errors import ModelError
+from workers.models.quantised.matrix import IntegerRows, QuantisedMatrix, integer_format
+from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales, unpack_columns
+
+_ALL_EXPERTS, _EXPERT = ".switch_mlp.", ".experts.{}."
+_MAX_EXPERTS = 4096
+# What products take off values of 8 bits, which they multiply as signed ones.
+_MIDDLE = 128
+
+
+class MlxMatrix(QuantisedMatrix):
+    """A matrix in this layout."""
+
+    def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
+        """Check the headers. Raises ModelError."""
+        self._bits = scheme.bits
+        self._words = tensors.need_matrix("weight", ("U32",))
+        outputs, words = self._words.shape
+        inputs, rest = divmod(32 * words, scheme.bits)
+        if rest:
+            says = f"has rows of {words} words, which are no values of {scheme.bits} bits"
+            raise ModelError(f"{self._words.file}: tensor {self._words.name} {says}")
+        groups = -(-inputs // (scheme.group or inputs))
+        self._scales = tensors.need("scales", SCALES, (outputs, groups))
+        self._minima = tensors.need("biases", (self._scales.dtype,), (outputs, groups))
+        entries = [self._words, self._scales, self._minima]
+        super().__init__(self._words.name, entries, (outputs, inputs))
+        dtype = torch.float32 if scheme.bits == 8 else SCALES[self._scales.dtype]
+        self._form = integer_format(scheme, self.name, inputs, dtype)
+
+    def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows]]:
+        scales, minima = read_scales(self._scales), read_scales(self._minima)
+        if self._bits == 8:
+            # In float32 the sum is exact, unless the minimum is over 2^12 times as large as the scale.
+            scales, minima = scales.float(), minima.float() + _MIDDLE * scales.float()
+        for rows in ranges:
+            values, part = unpack_columns(read(self._words, rows), self._bits), slice(rows.start, rows.stop)
+            if self._bits == 8:
+                values = (values - _MIDDLE).view(torch.int8)
+            yield rows.start, IntegerRows(values, scales[part], None, None, minima=minima[part])
+
+
+def of_each_expert(tensors: Tensors) -> Iterator[Tensors]:
+    """The tensors of each expert by the names in other checkpoints, or those of a module that is none.
+
+    Raises ModelError unless all are of as many experts.
+    """
+    if _ALL_EXPERTS not in tensors.module:
+        yield tensors
+        return
+    first = tensors.need("weight", ("U32",))
+    count = first.shape[0] if first.shape else 0
+    for entry in tensors.entries.values():
+        if entry.shape[:1] != (count,) or not 0 < count <= _MAX_EXPERTS:
+            says = f"which is not of 1 to {_MAX_EXPERTS} experts as {first.name}"
+            raise ModelError(f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, {says}")
+    for expert in range(count):
+        own = {part: entry.element(expert) for part, entry in tensors.entries.items()}
+        yield Tensors(tensors.module.replace(_ALL_EXPERTS, _EXPERT.format(expert)), own)
