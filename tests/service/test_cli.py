@@ -13,7 +13,6 @@ from quire.cli.main import main
 
 from service.auth.tokens import read_token_store
 from service.config import Config
-from service.data_directory import data_directory
 from service.extensions.gateways.one_host import places
 from service.journal.base import Journal, JournalUnusable
 from service.shard import open_own_journal
@@ -66,10 +65,6 @@ def test_a_data_directory_is_one_servers(tmp_path: Path) -> None:
     assert line["event"] == "cannot use the journal" and "in use by another gateway" in line["error"]
     with contextlib.closing(opened(directory)):
         pass
-
-
-def test_a_journal_in_memory_leaves_no_directory(tmp_path: Path) -> None:
-    assert data_directory(Config(data_dir=str(tmp_path / "data"), journal="memory")) is None
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:

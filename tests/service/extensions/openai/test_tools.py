@@ -141,15 +141,6 @@ async def test_what_a_model_writes_is_divided() -> None:
             assert "weather" not in runtime.prompt
 
 
-async def test_a_malformed_call_is_content() -> None:
-    text = '<tool_call>\n{"name": "weather", "arguments": {"city": Bern}}\n</tool_call>'
-    async with answering(text) as (client, _):
-        answer = await client.chat.completions.create(**ASKED, tools=TOOLS)
-        (choice,) = answer.choices
-        assert (choice.message.content, choice.message.tool_calls) == (text, None)
-        assert choice.finish_reason == "stop"
-
-
 async def test_thoughts_that_the_prompt_begins() -> None:
     thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     async with answering("So.\n</think>\n\nYes.") as (client, runtime):
