@@ -184,14 +184,7 @@ def test_what_only_a_start_reads_is_checked(tmp_path: Path, capsys: pytest.Captu
         assert said.startswith(f"{name} = ") and "(from q.toml)" in said and why in said
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--gateways 2 --workers 2",
-        "--model org/name",
-        "--journal disk",
-    ],
-)
+@pytest.mark.parametrize("flags", ["--gateways 2 --workers 2", "--model org/name", "--journal disk"])
 def test_whatever_starts_a_server_can_be_checked(
     flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,16 +178,3 @@ def test_retry_info_is_what_was_computed(delay_s: float) -> None:
 
     assert isinstance(retry, error_details_pb2.RetryInfo)
     assert abs(retry.retry_delay.ToNanoseconds() - delay_s * 1e9) <= 1
-
-
-def test_copies_of_an_error_have_their_own_index() -> None:
-    error = errors.PositionMismatch(3, 5)
-    first, second = error.at("items[0]").with_index(0, 2), error.at("items[1]").with_index(1, 2)
-
-    assert [one.metadata.get("index") for one in (error, first, second)] == [None, "0", "1"]
-
-
-def test_the_violations_of_an_item_are_seen_from_its_batch() -> None:
-    error = errors.InvalidArgument("TOKEN_OUT_OF_VOCAB", "token_ids[2]", "no").nested_in("items[7]")
-
-    assert (error.reason, error.field, error.message) == ("TOKEN_OUT_OF_VOCAB", "items[7].token_ids[2]", "no")

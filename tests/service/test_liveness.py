@@ -73,10 +73,7 @@ def test_step_that_was_paused_with_the_gateway() -> None:
     assert liveness.check() == TOO_LONG
 
 
-@pytest.mark.parametrize(
-    ("expected_s", "bound_s"),
-    [(0, 60), (1, 60), (3, 60), (30, 600)],
-)
+@pytest.mark.parametrize(("expected_s", "bound_s"), [(0, 60), (1, 60), (3, 60), (30, 600)])
 def test_step_timeout_follows_its_size(expected_s: float, bound_s: float) -> None:
     assert step_timeout_s(60, expected_s) == bound_s
     liveness = ready()

@@ -25,11 +25,7 @@ OPENAI = {"openai_listen": "localhost:7001"}
 @pytest.mark.parametrize(
     ("flags", "setting", "said"),
     [
-        (
-            TWO | {"metrics_listen": "127.0.0.1:50050"},
-            "metrics_listen",
-            ONE_HAS + "127.0.0.1:50051: listen",
-        ),
+        (TWO | {"metrics_listen": "127.0.0.1:50050"}, "metrics_listen", ONE_HAS + "127.0.0.1:50051: listen"),
         (TWO | {"metrics_listen": "0.0.0.0:50050"}, "metrics_listen", ONE_HAS + "0.0.0.0:50051: listen"),
         (
             TWO | {"metrics_listen": "127.0.0.1:65535"},

@@ -162,11 +162,7 @@ async def test_a_local_only_batch_is_refused_until_a_worker_was_ready() -> None:
     local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
     both, alone = executions(local, other, has_worker=False), executions(local, has_worker=False)
     await ended(both.open(request(), None, None))
-    for served, asked in (
-        (alone, request()),
-        (both, request(runtime="local")),
-        (both, request("a", at=3)),
-    ):
+    for served, asked in ((alone, request()), (both, request(runtime="local")), (both, request("a", at=3))):
         with pytest.raises(NoWorker):
             served.open(asked, None, None)
     assert local.asked + other.asked == [["x"]]

@@ -29,13 +29,7 @@ from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
 from service.caches.idempotency import IdempotencyTable
 from service.config import Config
-from service.errors import (
-    InvalidArgument,
-    ProviderFailure,
-    QuireError,
-    RuntimeNotFound,
-    SequenceTooLong,
-)
+from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound, SequenceTooLong
 from service.extension import GatewayParts
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.errors import of_prompt
