@@ -417,10 +417,7 @@ async def statuses(port: int, trusted: Authority, certificate: Pair | None, requ
     if certificate is not None:
         context.load_cert_chain(certificate.cert, certificate.key)
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        writer.write(requests)
-        found = await reader.read()
-        writer.close()
+        found = await HttpPort(port, context).send(requests)
     except (OSError, ssl.SSLError):
         return []
     return [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]
