@@ -61,6 +61,24 @@ def test_a_model_that_sees_reads_texts(
     assert f"only the text part of {model_type} is served" in caplog.text  # whoever sends images looks there
 
 
+@pytest.mark.parametrize("whole_is_tied", [True, False])
+def test_a_head_that_is_not_there_is_tied_if_either_part_says_so(whole_is_tied: bool, tmp_path: Path) -> None:
+    """Version 4 of the library went by the text part, whatever the whole says."""
+    small_model("internvl").save_pretrained(tmp_path)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    settings, tensors = json.loads(config.read_text()), load_file(file)
+    settings["tie_word_embeddings"] = whole_is_tied
+    settings["text_config"]["tie_word_embeddings"] = not whole_is_tied
+    config.write_text(json.dumps(settings))
+    heads = {name for name in tensors if "lm_head" in name}
+    save_file({name: tensor for name, tensor in tensors.items() if name not in heads}, file)
+    decoder = load_decoder(tmp_path)
+    assert decoder.config.tie_word_embeddings
+    embedding = next(tensor for name, tensor in tensors.items() if "embed_tokens" in name)
+    save_file(tensors | {"language_model.lm_head.weight": embedding.flip(0).contiguous()}, file)
+    assert not load_decoder(tmp_path).config.tie_word_embeddings
+
+
 def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
     """Whose settings of texts are beside the others, and whose rotation has a type of its own."""
     whole = small_model("qwen2_5_vl")
