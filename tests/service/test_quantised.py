@@ -26,21 +26,25 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
     return change
 
 
+def quantised_by(quant_method: str, **settings: object) -> Damage:
+    return setting(quantization_config={"quant_method": quant_method, **settings})
+
+
 PACKED = torch.zeros(8, 8, dtype=torch.int32)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AUTO_ROUND = {**GPTQ, "quant_method": "auto-round", "sym": True, "packing_format": "auto_round:auto_gptq"}
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "another method": (
-        setting(quantization_config={"quant_method": "quanto"}),
+        quantised_by("quanto"),
         "fbgemm_fp8, fp8, gptq, mlx, modelopt, mxfp4, got 'quanto': use the original",
     ),
     "bitsandbytes": (
-        setting(quantization_config={"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}),
+        quantised_by("bitsandbytes", bnb_4bit_quant_type="nf4"),
         "(bitsandbytes): load_in_4bit: either this or load_in_8bit must be true",
     ),
     "tensors of bitsandbytes": (with_tensor("q_proj.weight.absmax", torch.ones(4)), "by the tensors of"),
     "nvfp4": (
-        setting(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        quantised_by("modelopt", quant_algo="NVFP4"),
         "quantization_config (modelopt): quant_algo: must be FP8, got 'NVFP4'",
     ),
     "auto-round of 5 bits": (setting(quantization_config=AUTO_ROUND | {"bits": 5}), "bits: must be 2, 3, 4"),
@@ -54,7 +58,7 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
     ),
     "auto-round with zero points": (setting(quantization_config=AUTO_ROUND | {"sym": False}), "sym: must be"),
     "mxfp4 of others": (
-        setting(quantization_config={"quant_method": "mxfp4", "group_size": 16}),
+        quantised_by("mxfp4", group_size=16),
         "quantization_config (mxfp4): group_size: is not known, got 16",
     ),
     "without a method": (setting(quantization_config={"bits": 4}), "got None"),
