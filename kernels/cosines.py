@@ -13,7 +13,7 @@ import torch
 
 # pi / 2 in three parts: products of the first two with up to 2^23 quarter turns are exact.
 _PARTS_OF_QUARTER = (0x3243F6A8 / 2**29, 0x22168C23 / 2**59, float.fromhex("0x1.313198a2e037p-61"))
-# Of the series of Taylor, the last first. On [-pi / 4, pi / 4] the next terms are below 5e-17.
+# Coefficients of the Taylor series, highest power first. On [-pi / 4, pi / 4] further terms are below 5e-17.
 _OF_SINE = [float(Fraction((-1) ** n, math.factorial(2 * n + 1))) for n in range(8, -1, -1)]
 _OF_COSINE = [float(Fraction((-1) ** n, math.factorial(2 * n))) for n in range(8, -1, -1)]
 

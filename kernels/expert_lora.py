@@ -60,7 +60,7 @@ class ExpertTable:
         self.compiled.set(slot, None if pairs is None else pairs.described)
 
     def of_expert(self, expert: int, dtype: torch.dtype) -> LoraTable:
-        """Those of one expert, in slots of the same numbers."""
+        """The table of one expert, with the same slot numbers."""
         table = LoraTable(len(self.slots), self.inputs, self.outputs, dtype, torch.device("cpu"))
         for slot, pairs in enumerate(self.slots):
             table.set(slot, None if pairs is None else pairs.experts[expert])

@@ -42,7 +42,7 @@ from kernels.lora import add_lora
 from kernels.routing_rule import BEST_SOFTMAX, RoutingRule
 from kernels.weight import Weight
 
-# Of gate_up and down: [E, 2 * I] and [E, C] contiguous, of the dtype of x.
+# Biases of gate_up and down: [E, 2 * I] and [E, C], contiguous, in the dtype of x.
 Biases = tuple[torch.Tensor, torch.Tensor]
 # A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`. Quantised ones of
 # a GPU are together.

@@ -45,7 +45,7 @@ QUANTISED_SINGLE = (Tiles(32, 32, 1, 4, 5), Tiles(32, 32, 4, 4, 5))
 
 
 def tiles_of_size(dtype: torch.dtype, outputs: int) -> Tiles:
-    """Those of a quantised weight whose product is not measured: enough programs to read it."""
+    """The tiles for a quantised weight whose product was not measured: enough programs to read it."""
     few, *many = tiles_for(dtype, None, quantised=True)
     return many[-1] if outputs < _ENOUGH_OUTPUTS else few
 

@@ -100,7 +100,7 @@ class Float8Weight(Weight):
 
     @property
     def num_scales(self) -> int:
-        """Those of an output."""
+        """The number of scales of an output."""
         return -(-self.shape[1] // self._scale_inputs)
 
     @property
@@ -137,7 +137,7 @@ class Float8Weight(Weight):
         return self.rows(index).abs().amax(1)
 
     def _cut(self, values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of whole rows what this weight has."""
+        """The part of whole rows that this weight has."""
         own = values[:, self._taken.start : self._taken.stop]
         if not self.format.scale_inputs:
             return own, scales

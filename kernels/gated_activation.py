@@ -24,11 +24,11 @@ from kernels.cpu.library import integers, pointers
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu", "relu2"]
 # In the order of their numbers in kernels/cpu/gates.h.
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-# Those that leave up as it is.
+# The activations that do not change `up`.
 OF_THE_GATE: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
 # Rows have no gates. Of it alone there is no kernel of a GPU.
 UNGATED: Activation = "relu2"
-# Of clamped_swiglu.
+# For clamped_swiglu.
 SIGMOID_GAIN, GATE_LIMIT = 1.702, 7.0
 
 

@@ -79,7 +79,7 @@ class GpuFormat:
         return self.minima and self.subscales > 0 and not self.packs_subscales
 
     def row_bytes(self, inputs: int) -> int:
-        """Those of a row of so many inputs."""
+        """The bytes of a row with so many inputs."""
         *_, (_, at, nbytes) = self._sections(inputs)
         return -(-(at + nbytes) // _ALIGNMENT) * _ALIGNMENT
 

@@ -44,7 +44,7 @@ TABLES = (
 bitsandbytes NF4 times 28,776, and FP4 times 192. Of all factors up to 2^15 that is the one with which NF4's
 numbers are nearest to integers: none is off by more than 3.3e-5 of itself, a 59th of bfloat16's rounding."""
 WIDE_TABLES = range(3, 5)
-"""Those with numbers of 16 bits. A product has two passes: over the lower bytes, and over the upper ones."""
+"""The formats with 16-bit numbers. A product takes two passes: over the lower and the upper bytes."""
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -90,12 +90,12 @@ class GroupFormat:
         return self.subscales > 0 and self.bits == 2  # "q2_k"
 
     def cut(self, first: int) -> GroupFormat:
-        """That of the inputs from `first` on, a multiple of 32: scales may be shared by fewer groups."""
+        """The format of inputs from `first` on, a multiple of 32: scales may be shared by fewer groups."""
         return dataclasses.replace(self, span=math.gcd(self.span, first // GROUP_INPUTS))
 
     @property
     def address(self) -> int:
-        """That of the same for the compiled kernels."""
+        """The address of the same format for the compiled kernels."""
         return ctypes.addressof(_compiled(self))
 
 
@@ -149,7 +149,7 @@ def integer_groups(
     """The format of integers with a scale for each group of inputs.
 
     Args:
-        bits: 8 or 4, with minima also 2, 3, 5 and 6.
+        bits: 2, 3, 4, 5, 6 or 8.
         group: Inputs that share a scale: 32, 64, 128, or a multiple of 256; 0: all of a row.
         scale_dtype: float16, bfloat16 or float32.
         zeros: Whether groups have zero points.
@@ -158,9 +158,8 @@ def integer_groups(
     Raises:
         ValueError: There is no such format here; the message says what there is.
     """
-    known = (2, 3, 4, 5, 6, 8) if minima else (4, 8)
-    if bits not in known:
-        raise ValueError(f"values of {bits} bits are not supported: only of {', '.join(map(str, known))}")
+    if bits not in (2, 3, 4, 5, 6, 8):
+        raise ValueError(f"values of {bits} bits are not supported: only of 2, 3, 4, 5, 6 and 8")
     chunk = CHUNK_GROUPS * GROUP_INPUTS
     if group not in (0, 32, 64, 128) and (group < 0 or group % chunk):
         raise ValueError(

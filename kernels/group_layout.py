@@ -57,7 +57,7 @@ class Parts:
         return {name: part for name, part in named.items() if part is not None}
 
     def cut(self, form: GroupFormat, taken: range) -> Parts:
-        """Those of some inputs, in the format `form.cut(taken.start)`.
+        """The parts of some inputs, in the format `form.cut(taken.start)`.
 
         Args:
             form: The format of all inputs.
@@ -139,7 +139,7 @@ class _Chunk:
 
 
 class Layout:
-    """That of one weight.
+    """The layout of one weight.
 
     Attributes:
         nbytes: Of the weight.

@@ -192,7 +192,7 @@ class GroupedWeight(AnyGroupedWeight):
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See `Weight`."""
         if not library.available():
-            # Of outputs that fill a block up, there would be rows, too.
+            # Outputs that only pad a block also have rows.
             if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
                 raise IndexError(f"indices: must be from 0 to {len(self) - 1}")
             return dequantised(self.form, self.parts(indices))[:, : self.shape[1]].to(self.dtype)

@@ -53,7 +53,7 @@ class LoraTable:
 
     @property
     def address(self) -> int | None:
-        """That of what compiled kernels read, which stays; None: there are no kernels."""
+        """The address of what compiled kernels read, which does not change. None: there are no kernels."""
         return None if self.compiled is None else self.compiled.address
 
     def set(self, slot: int, pairs: LoraPairs | None) -> None:

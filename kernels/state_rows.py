@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Of T rows of N items. Slots that are written are not read by the same batch.
+    """Where T rows of N items read and write states. A batch does not read slots that it writes.
 
     Attributes:
         begins: [T] int64, the first row of the item of each row.
@@ -53,7 +53,7 @@ def scanned_rows(states: torch.Tensor, at: StateRows) -> Iterator[tuple[int, tor
 def past_rows(
     inputs: torch.Tensor, rows: torch.Tensor, back: int, states: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
-    """Those of the tokens that are `back` before the tokens of these rows: [n] -> [n, C].
+    """The inputs of the tokens that are `back` before the tokens of these rows: [n] -> [n, C].
 
     `inputs`: [T, C]. `states`: [slots, B, C], the last B of them before an item, with B >= back.
     """
@@ -64,7 +64,7 @@ def past_rows(
 
 
 def rows_before(inputs: torch.Tensor, states: torch.Tensor, at: StateRows) -> torch.Tensor:
-    """Of each row that of the token before; zeros for the first token of all: [T, C].
+    """[T, C] for each row the input of the token before it; zeros for the first token of a sequence.
 
     Mutates `states`, [slots, 1, C]: writes the rows that are kept.
     """

@@ -17,7 +17,7 @@ from kernels.weight import Weight
 
 
 class PermutedFormat:
-    """Of a weight whose columns are in an order of its own: see `PermutedWeight`. Each equals itself alone.
+    """The format of a weight with permuted columns: see `PermutedWeight`. Each equals only itself.
 
     So weights of two of them, whose orders may differ, are not fused.
 
@@ -36,7 +36,7 @@ WeightFormat = GroupFormat | PermutedFormat | Float8Format
 
 @dataclass(frozen=True, slots=True)
 class OnGpu:
-    """Of a weight in a GPU's memory, which has the layout of `kernels.gpu_format` there.
+    """The format of a weight in a GPU's memory, where it has the layout of `kernels.gpu_format`.
 
     Attributes:
         within: The format.

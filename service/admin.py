@@ -57,7 +57,7 @@ class AdminApi:
     # The number of caches of each version of an adapter, by its number.
     caches_of_versions: Callable[[], Counter[int]]
     stop: Stop
-    # Of each shard that this gateway has now.
+    # The restarts of each shard that this gateway has now.
     restarts: Callable[[], Sequence[RollingRestart]]
     router: Router
     # See `RuntimeSource.read_again` of `extension`. None: there is nothing to read.
@@ -122,7 +122,7 @@ class AdminApi:
 
     def _describe(self, versions: Sequence[AdapterVersion]) -> list[admin_pb2.Adapter]:
         caches = self.caches_of_versions()
-        # Those of the operator's directory are not loaded before a call names them.
+        # Adapters of the operator's directory are only loaded when a call names them.
         of_workers = [one for slot in self.state.slots for one in slot.snapshot.lora_adapters]
         used = {one.version: one for one in of_workers if one.size_bytes}
         return [

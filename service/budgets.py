@@ -61,7 +61,7 @@ class Budget:
         """
         self.most = most
         self.used = 0
-        # Of amounts that are not small.
+        # The part of `used` in amounts that are not small.
         self.large = 0
         self.small = small
         self._error = error
@@ -85,7 +85,7 @@ class Budget:
         if self._whole is not None:
             self._whole.require(amount, own)
         if amount <= self.small:
-            # Who asks for little does not wait for those who ask for much.
+            # Small amounts do not wait for large ones.
             is_full = self.used - self.large + amount > self.limit
         else:
             fits_never = own + amount > self.limit and self.large == own

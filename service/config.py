@@ -388,7 +388,7 @@ class Config:
     max_session_calls: int = 1024
     # Calls in one message of a Session.
     max_calls_per_message: int = 4096
-    # Of a batch.
+    # The most items of a batch.
     max_items_per_call: int = 1024
     # Versions of adapters that are in use.
     max_adapters: int = 4096
@@ -449,7 +449,7 @@ class Config:
 
     @property
     def max_arriving_bytes(self) -> int:
-        """Of requests that are slow to arrive, and of HTTP bodies: less comes in than goes out."""
+        """The bytes of requests that arrive slowly, and of HTTP bodies: less comes in than goes out."""
         return self.max_unread_bytes // 2
 
     @property

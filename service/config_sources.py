@@ -220,7 +220,7 @@ def _read(path: str) -> dict[str, Any]:
         # Some editors put a byte order mark before it.
         return tomllib.loads(content.decode("utf-8-sig"))
     except OSError as error:
-        # That of a directory above it.
+        # The error may be about a directory above the file.
         elsewhere = "" if error.filename in (None, path) else f"{error.filename}: "
         why = f"{elsewhere}{error.strerror}"
         raise ConfigError("config", "--config or QUIRE_CONFIG", path, why) from None

@@ -21,6 +21,7 @@ from service.completion import wait_until
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.extension import Extension
+from service.journal.clock_settings import note_clock_settings
 from service.journal.values import StoredValues
 from service.pool import wire
 from service.pool.launcher import Launcher
@@ -137,6 +138,7 @@ class Core:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.run(self.dispatcher), name="pool")
             group.create_task(self.journal.run(), name="journal")
+            group.create_task(note_clock_settings(self.values), name="clock")
             group.create_task(self.dispatcher.keep_time(), name="time")
             group.create_task(self.dispatcher.end_leases(), name="leases")
             group.create_task(self.restarts.replace_outdated(self.config.drain_grace_s), name="outdated")

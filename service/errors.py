@@ -11,7 +11,7 @@ from typing import Self
 
 from service.printable import escaped
 
-# Of what a caller has sent, in a message.
+# How many characters of a caller's input a message shows.
 _SHOWN_CHARACTERS = 64
 # These end a task or the process without a failure. Code that must answer a call catches everything else: a
 # panic of a library in Rust is a BaseException but not an Exception.

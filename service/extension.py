@@ -112,7 +112,7 @@ class OtherGateways(Protocol):
         """What answers calls for caches that they have."""
 
     def further_shards(self) -> Sequence[ServedShard]:
-        """Those that this gateway has now beside its first one."""
+        """The shards that this gateway has now beside its first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Extension:
         port_for: What the port is for, in the log.
     """
 
-    # Of its entry point.
+    # The name of its entry point.
     name = ""
     calls: Observing | None = None
     appends: ObserveAppends | None = None
@@ -226,7 +226,7 @@ def find_server(config: Config) -> Callable[[], int] | None:
 
 
 def open_extensions(config: Config) -> list[Extension]:
-    """Those that the settings ask for, by name. Raises ConfigError or ExtensionUnusable."""
+    """The extensions that the settings enable, by name. Raises ConfigError or ExtensionUnusable."""
     found: list[Extension] = []
     for name, settings in installed_extensions().items():
         if isinstance(settings, str):

@@ -282,7 +282,7 @@ class Gateway:
         await self.server.stop(_FINAL_GRACE_S)
 
     async def _refuse_waiting_calls(self) -> None:
-        """Those that gRPC has not handed over yet. When the server stops it would drop them, with CANCELLED.
+        """Refuses calls that gRPC has not handed over yet. A stopping server would drop them, with CANCELLED.
 
         Callers that were refused wait before they try again.
         """

@@ -122,7 +122,7 @@ class Handshakes:
                 self._limits, {inode: (held[inode][0][0], unknown[inode]) for inode in order}, now_s
             )
             for inode in closed:
-                # Whoever owns it sees its end.
+                # The owner of the socket sees that it was closed.
                 with contextlib.suppress(OSError):
                     held[inode][1].shutdown(socket.SHUT_RDWR)
                 del unknown[inode]
@@ -135,7 +135,7 @@ class Handshakes:
         return len(closed)
 
     def _connections(self) -> dict[int, tuple[Peer, socket.socket]]:
-        """Those to the port, by inode: the client, and a duplicate of the socket, which the caller closes."""
+        """Connections to the port, by inode: (client, a duplicate of the socket, which the caller closes)."""
         found: dict[int, tuple[Peer, socket.socket]] = {}
         others: set[int] = set()
         known: set[int] = set()

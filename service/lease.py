@@ -1,4 +1,4 @@
-"""That a shard belongs to this gateway, and until when."""
+"""The lease of a shard: until when it belongs to this gateway."""
 
 from __future__ import annotations
 

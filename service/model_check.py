@@ -16,7 +16,7 @@ from workers.common.gguf.files import model_files
 from workers.common.gguf.header import Header, read_header
 from workers.common.gguf.settings import DENSE, TOKEN_ARRAYS, read_settings, served_types
 from workers.common.gguf.splits import split_of
-from workers.common.quantised.methods import is_quantised, read_quantisation
+from workers.common.quantised.methods import is_quantised, read_quantisation, with_file_of_tool
 from workers.common.quantised.scheme import NotUnderstood
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -78,12 +78,19 @@ def quantised(directory: Path) -> str:
 
 def _settings(directory: Path) -> Mapping[str, object]:
     """The config of a model; empty if it cannot be read."""
+    return with_file_of_tool(_content(directory / "config.json"), lambda name: _content(directory / name))
+
+
+def _content(file: Path) -> Mapping[str, object]:
+    """That of a JSON file; empty if it cannot be read."""
     try:
-        with (directory / "config.json").open("rb") as file:
-            settings = json.loads(file.read(_MAX_CONFIG_BYTES))
+        if not file.is_file():
+            return {}
+        with file.open("rb") as opened:
+            content = json.loads(opened.read(_MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return settings if isinstance(settings, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _header(file: Path) -> bytes:

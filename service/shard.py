@@ -14,9 +14,11 @@ from pathlib import Path
 
 from service.caches.admission import Limits
 from service.caches.machine import CacheMachine
+from service.caches.records import Record
 from service.config import Config
 from service.data_directory import check_own_journal
 from service.journal.base import Journal
+from service.journal.clock_settings import ClockSettings
 from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply
 from service.journal.segments import Sync
@@ -85,7 +87,12 @@ async def open_shard(
     # Limits are settings of the same names.
     limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
     caches, start_s = CacheMachine(limits, new_cache_id=shard.new_cache_id), time.monotonic()
-    journal = await open_journal(config, directory, caches.recovering)
+    clock = ClockSettings()
+
+    def apply(record: Record, wall_s: float) -> None:
+        caches.recovering(record, clock.as_set_now(record, wall_s))
+
+    journal = await open_journal(config, directory, apply)
     if number := len(caches.ledger):
         took_ms = round(1e3 * (time.monotonic() - start_s))
         named = {"shard": shard.index} if shard.count > 1 else {}

@@ -22,7 +22,7 @@ from workers.common.trusted import make_private
 
 # What uploads leave free on the disk, for the journal.
 RESERVE_BYTES = 1 << 30
-# Of an upload, beside the time that a message may take.
+# The minimum rate of an upload, beside the time that a message may take.
 LEAST_BYTES_PER_S: Final = 256 << 10
 # Copied at once.
 _PART_BYTES = 1 << 20
@@ -138,7 +138,7 @@ class Arriving(Generic[_Message]):
 
     def __init__(self, messages: AsyncIterator[_Message], timeout_s: float) -> None:
         self._messages, self._timeout_s = messages, timeout_s
-        # Of waiting: what is done between two messages is no fault of the client.
+        # The time that is left for waiting: work between two messages is not the client's fault.
         self._left_s = timeout_s
 
     async def next(self) -> _Message | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from workers.models.decoder import Decoder
@@ -25,6 +26,7 @@ WEIGHT_SCALE = 0.3
 # Of `float32_losses`.
 _DRAWS = 4
 
+Tensors = dict[str, torch.Tensor]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -126,6 +128,17 @@ def _save_with_random_weights(
     model.to(getattr(torch, dtype))
     model.save_pretrained(directory, max_shard_size=max_shard_bytes or "50GB")
     return directory
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Put all tensors of a model into one file, after a change."""
+    tensors: Tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    for old in directory.glob("model*"):
+        old.unlink()
+    changed = {name: tensor.contiguous() for name, tensor in change(tensors).items()}
+    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_adapter(

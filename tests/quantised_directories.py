@@ -92,11 +92,9 @@ def integers(
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Values along the first dimension as words of 32 bits: [n, m] -> int32 [n * bits / 32, m]."""
-    each = 32 // bits
-    found = torch.zeros(-(-len(values) // each), values.shape[1], dtype=torch.int64)
-    for index, row in enumerate(values):
-        found[index // each] |= row << (index % each * bits)
-    return _as_int32(found)
+    stream = (values[:, None] >> torch.arange(bits)[:, None] & 1).flatten(0, 1)  # [n * bits, m]
+    stream = torch.nn.functional.pad(stream, (0, 0, 0, -len(stream) % 32))
+    return _as_int32((stream.view(-1, 32, values.shape[1]) << torch.arange(32)[:, None]).sum(1))
 
 
 def awq_words(values: torch.Tensor) -> torch.Tensor:
@@ -354,10 +352,9 @@ def mlx(
         scales, minima = (edge / places).to(dtype), edge.to(dtype)
         whole = (groups - minima.float()[..., None]) / scales.float()[..., None]
         values = whole.round().clamp(0, levels).long()
-        stream = values.flatten(1)[..., None] >> torch.arange(others.get(module, bits)) & 1
-        packed = (stream.view(len(weight), -1, 32) << torch.arange(32)).sum(2)
+        packed = words(values.flatten(1).T, others.get(module, bits)).T
         meant = scales.float()[..., None] * values + minima.float()[..., None]
-        tensors = {"weight": packed.to(torch.uint32), "scales": scales, "biases": minima}
+        tensors = {"weight": packed.contiguous().view(torch.uint32), "scales": scales, "biases": minima}
         return tensors, meant.view_as(weight)
 
     config: dict[str, Any] = {"group_size": group, "bits": bits, "mode": "affine"}

@@ -41,6 +41,7 @@ WORKER_LAYERS = (
         "coalescing",
         "inbox",
         "prelaunch",
+        "prelaunched_results",
         "steps_in_flight",
         "prefix_wait",
         "kv_disk",

@@ -15,7 +15,7 @@ from workers.executors.engine import Engine
 from workers.given_experts import given_salt
 from workers.operations import HeldSequences
 
-# A longer list would need messages of tens of megabytes. The KV of further sequences is recomputed on demand.
+# More would need messages of tens of megabytes. The KV of further sequences is recomputed when it is needed.
 MAX_HELD_SEQUENCES = 65_536
 DIGEST_BYTES = 16
 
@@ -36,7 +36,7 @@ def keep_confirmed(engine: Engine, op_id: int, command: AdoptCommand) -> WorkerE
         claim = claims.get(sequence.key)
         if claim is not None and len(sequence) >= claim.length:
             engine.truncate(sequence.key, claim.length)
-            salt = given_salt(engine.kv_table.salt_of(sequence))
+            salt = given_salt(engine.kv_table.prefixes.salt_of(sequence))
             if token_digest(sequence.token_ids.as_array(), salt) == claim.digest:
                 kept.append(sequence.key)
                 continue
@@ -45,6 +45,6 @@ def keep_confirmed(engine: Engine, op_id: int, command: AdoptCommand) -> WorkerE
 
 
 def token_digest(token_ids: NDArray[np.uint32], salt: bytes = b"") -> bytes:
-    """The digest of tokens as little-endian uint32, under a salt. The gateway computes the same one."""
+    """blake2b (16 bytes) of tokens as little-endian uint32, under a salt. As in the gateway."""
     key = blake2b(salt, digest_size=DIGEST_BYTES).digest() if salt else b""
     return blake2b(token_ids.astype("<u4", copy=False).tobytes(), digest_size=DIGEST_BYTES, key=key).digest()

@@ -1,6 +1,6 @@
-"""The results of a step loop, and the end of forwards: their extra samples, their drafts, their answers.
+"""Ends forwards: draws their extra samples, drafts what follows them, and answers them.
 
-Plain decodes have neither samples nor drafts. The step loop answers those of a step together.
+Plain decodes have neither extra samples nor drafts. The step loop answers all of a step together.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _log = get_logger(__name__)
 
 Emit = Callable[[Sequence[Result | Decodes]], None]
 
-# Cost of the samples that are drawn between two steps, as `draw_extra_samples` counts it: a few milliseconds.
+# The cost of samples that are drawn between two steps, as `draw_extra_samples` counts it: a few milliseconds.
 _DRAWN_COST = 1 << 21
-# At most so many forwards draw in turns: each takes several times the memory of its row of logits.
-_MOST_DRAWING = 16
+# The most forwards that draw in turns. Each takes several times the memory of its row of logits.
+_MAX_DRAWING = 16
 
 
 class Answers:
-    """Owner of the results that are not emitted yet, and of forwards that are computed, but not answered.
+    """Owner of results that are not emitted yet, and of forwards that are computed but not answered.
 
     Attributes:
-        results: The results.
-        answered: Sequences that the running step has answered, whose callers may soon send the next token.
-        drawing: Forwards that have samples left to draw, the next one first.
+        results: The results that `flush` emits.
+        answered: Sequences that the running step has answered. Their callers may soon send the next token.
+        drawing: Forwards with extra samples left to draw, the next one first.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Answers:
         self.drawing: deque[Forward] = deque()
         # Forwards that want drafts.
         self._to_draft: list[Forward] = []
-        # Of which adapters, or the model itself, logits were not finite.
+        # The adapters, or the model itself, whose logits were not finite.
         self._overflowed: set[str] = set()
 
     def flush(self) -> None:
@@ -63,9 +63,9 @@ class Answers:
             self._emit(results)
 
     def finish(self, chunks: Sequence[Chunk]) -> list[Forward]:
-        """Ends the forwards of a step that have run to their end. Returns those that are plain decodes.
+        """Ends the forwards of a step whose last chunk has run. Returns those that are plain decodes.
 
-        Those that want drafts are answered by `draft`, and those with extra samples by `draw`.
+        Forwards that want drafts are answered by `draft`, those with extra samples by `draw`.
         """
         plain: list[Forward] = []
         for chunk in chunks:
@@ -87,9 +87,9 @@ class Answers:
         return plain
 
     def draft(self, began_ns: int) -> None:
-        """Answers forwards with drafts of what follows, after a step that has begun at `began_ns`.
+        """Drafts for the forwards that want it, and answers them, after a step that began at `began_ns`.
 
-        Others wait for these as long as a step at most.
+        If others wait for the next step, drafting takes at most as long as the step did.
         """
         forwards, self._to_draft = self._to_draft, []
         if not forwards or self._drafting is None:
@@ -109,7 +109,7 @@ class Answers:
             self._answer(forward)
 
     def draw(self) -> None:
-        """Draws some extra samples, one forward after the other. Answers forwards that have all."""
+        """Draws some extra samples, one forward after the other. Answers forwards that have all of theirs."""
         left = _DRAWN_COST
         while self.drawing and left > 0:
             forward = self.drawing.popleft()
@@ -122,20 +122,20 @@ class Answers:
                 continue
             left -= cost
             if cost:
-                # Before the forwards that have not started to draw.
-                self.drawing.insert(_MOST_DRAWING - 1, forward)
+                # Behind the others that draw in turns, before those that have not started to draw.
+                self.drawing.insert(_MAX_DRAWING - 1, forward)
             else:
                 self._engine.complete(forward)
                 self._answer(forward)
 
     def drop_drawing(self, op_id: int | None = None) -> None:
-        """Rolls back the forward of an operation that draws, or all of them. They get no answer."""
+        """Rolls back the forward `op_id` if it is drawing (None: all that are). They get no answer."""
         for forward in [one for one in self.drawing if op_id in (None, one.op_id)]:
             self.drawing.remove(forward)
             self._engine.roll_back(forward)
 
     def _answer(self, forward: Forward) -> None:
-        """Answers a forward that is complete, and prelaunches the next one of its sequence."""
+        """Answers a complete forward, and may prelaunch the next one of its sequence."""
         self.results.append(forward)
         if self._prelauncher.may_follow(wanted=forward.prelaunch > 0):
             if may_be_continued(forward):
@@ -153,7 +153,7 @@ class Answers:
             self.results.append(failure)
 
     def failed_running(self, forward: Forward, error: Exception) -> None:
-        """Rolls back and answers a forward that has failed in a step."""
+        """Rolls back and answers a forward that failed in a step."""
         failure = failure_of_running(forward, error, self._overflowed)
         self._scheduler.remove(forward.op_id)
         self._engine.roll_back(forward)

@@ -29,7 +29,7 @@ from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
 Tables = NDArray[np.int32]
-# The tokens of the sequence of one of some plain decodes, up to its own.
+# Returns the tokens of the sequence of the decode with this index, including the decode's own token.
 HistoryOf = Callable[[Decodes, int], NDArray[np.int64]]
 
 _NO_OWN_CHOICE = RowChoice()
@@ -42,7 +42,7 @@ def pack(
 ) -> ForwardInputs:
     """Builds the inputs of one forward over plain decodes and then `chunks`, in their order, on the host.
 
-    The pages for their tokens must be reserved. `tables`: [N, P] the pages of the plain decodes.
+    The pages for their tokens must be reserved. `tables`: [N, P] int32, the page tables of the plain decodes.
     """
     if not chunks:
         return _of_decodes(decodes, tables, page_size)
@@ -114,7 +114,7 @@ def _tensor(values: Sequence[int], dtype: type[np.signedinteger[Any]]) -> torch.
 
 
 def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor | None:
-    """The slot of each row's adapter: [T]. -1: it has none. None: none has."""
+    """[T] int32, the slot of each token's adapter (-1: it has none). None: no token has one."""
     slots = [chunk.forward.lora_slot for chunk in chunks]
     if max(slots) < 0:
         return None
@@ -123,7 +123,7 @@ def _lora_slots(chunks: Sequence[Chunk]) -> torch.Tensor | None:
 
 
 def _given_experts(chunks: Sequence[Chunk]) -> torch.Tensor | None:
-    """The experts that each row is computed with, or -1: [T, L, E]. None: none are given."""
+    """[T, L, E] int64, the given experts of each token in each layer, or -1. None: none are given."""
     given: torch.Tensor | None = None
     row, rows = 0, sum([chunk.count for chunk in chunks])
     for chunk in chunks:
@@ -140,7 +140,7 @@ def _given_experts(chunks: Sequence[Chunk]) -> torch.Tensor | None:
 
 
 def _positions_in_tree(chunk: Chunk) -> list[int]:
-    """The position of each token in the sequence that consists of its path only."""
+    """The position of each token of a tree: its depth counts, not its index."""
     depths, _ = depths_and_ancestors(chunk.forward.parents)
     return [chunk.forward.position + depth for depth in depths[chunk.start : chunk.start + chunk.count]]
 
@@ -171,7 +171,7 @@ def _trees(chunks: Sequence[Chunk], context_lens: Sequence[int]) -> TokenTrees |
 
 
 def _page_tables(chunks: Sequence[Chunk], context_lens: Sequence[int], page_size: int) -> torch.Tensor:
-    """[N, P], with zeros behind the pages of each."""
+    """[N, P] int32, padded with zeros."""
     counts = [-(-length // page_size) for length in context_lens]
     tables = np.zeros((len(chunks), max(counts)), np.int32)
     for item, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
@@ -184,10 +184,10 @@ def sampling_rows(
 ) -> list[SamplingRow]:
     """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`.
 
-    `history_of`: of the plain decodes; only called for those that need it.
+    `history_of`: for the plain decodes; only called for those that need it.
     """
     rows = [_GREEDY_ROW] * decodes.size
-    for spec in decodes.kinds:
+    for spec in decodes.distinct_outputs:
         if spec.sampling or spec.mask:
             rows = _rows_of_decodes(decodes, history_of)
             break
@@ -225,7 +225,7 @@ def _rows_of_chunk(chunk: Chunk) -> Iterator[SamplingRow]:
     children = children_of(tree) if tree else None
     history: Sequence[int] | NDArray[np.int64] = ()
     if chunk.output_rows and needs_history:
-        # One for all rows of the chunk: a separate history for each would cost tokens x rows.
+        # One array for all rows of the chunk: a separate one for each would take tokens x rows.
         known = op.kv.token_ids.as_array()
         history = known.astype(np.int64) if tree else np.concatenate([known, chunk.token_ids])
     for index in range(end - chunk.output_rows, end):
@@ -267,7 +267,7 @@ def output_specs(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> list
 
 
 def captured_rows(specs: Sequence[OutputSpec]) -> RowCapture | None:
-    """Which rows' hidden states are captured in which layers, and which rows' experts. None: none of both."""
+    """Which hidden states and experts of which rows to capture. None: none."""
     rows: dict[int, list[int]] = {}
     expert_rows: list[int] = []
     for index, spec in enumerate(specs):
@@ -281,7 +281,7 @@ def captured_rows(specs: Sequence[OutputSpec]) -> RowCapture | None:
 def score_targets(chunk: Chunk) -> tuple[list[int], list[int]]:
     """The tokens that a chunk scores: their indexes in the request, and for each the row that scores it.
 
-    Rows count from the chunk's first wanted one.
+    Rows are counted from the chunk's first wanted row.
     """
     op, first_row = chunk.forward, chunk.start + chunk.wanted.start
     first_scored, end = len(op.token_ids) - op.scored, chunk.start + chunk.count

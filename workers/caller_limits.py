@@ -3,13 +3,14 @@
 All callers of a step wait until it ends. So a caller with hundreds of short forwards delays all others, and a
 prompt delays those that decode. There are two limits. Neither applies to a caller that is alone:
 
-- Of a step's short forwards a caller gets at most as much as all callers that want less have together, or the
-  *free cost* if that is more: what makes an otherwise empty step half as long again. A caller that wants up
-  to a quarter more than its share gets it all.
+- The short forwards of a caller in a step get at most as much as those of all callers that want less
+  together;
+  or the *free cost* if that is more, which is the cost that makes an empty step half as long again. A caller
+  that wants up to a quarter more than its share gets all of it.
 - In steps with decodes of other callers, and shortly after, prompts get about as much time as the decodes.
 
-If reading the weights takes longer than computing, hundreds of decodes cost the others nothing, and no caller
-is limited. Times are given: there is no clock here. Costs are those of `forward_queues.cost_of`.
+If reading the weights takes longer than computing, hundreds of decodes delay the others by nothing, and no
+caller is limited. There is no clock here: times are arguments. Costs are those of `forward_queues.cost_of`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ _REMEMBERED_STEPS = 8
 # Bounds of the free cost, whatever the measured times say. The lower one is sixteen decodes.
 MIN_FREE_COST = 32
 _MAX_FREE_COST = 1 << 20
-# In one of so many steps the shares are halved: steps of equal cost do not show what a unit of cost takes.
+# Every so many steps the shares are halved. If all steps cost the same, the time of a unit cannot be
+# measured.
 _PROBE_INTERVAL = 8
-# A caller that wants at most one n-th more than its share gets all of it in one step.
+# A caller that wants at most 1 / _TOLERANCE more than its share gets all of it in one step.
 _TOLERANCE = 4
-# A page: prompts always make progress.
+# Prompts always get a page, so that they make progress.
 _MIN_PROMPT_TOKENS = 16
-# One n-th of a step is for prompts until step times are known.
+# Until step times are known, 1 / _UNKNOWN_SHARE of a step is for prompts.
 _UNKNOWN_SHARE = 8
 # The weight of older measurements decreases by this factor with each step.
 _STEP_DECAY = 0.995
@@ -38,11 +40,12 @@ _PROMPT_DECAY = 0.95
 class StepTimes:
     """Estimates how long steps take. Recent steps count more than older ones.
 
-    A linear regression of time by cost, over steps without long prompts; and the time each prompt token adds.
+    By a linear regression of time over cost, from steps without long prompts; and the time that each prompt
+    token adds.
     """
 
     def __init__(self) -> None:
-        # Half of the base time, in units of cost.
+        # Half of the time of an empty step, in units of cost.
         self.free_cost = MIN_FREE_COST
         self._unit_ns = 0.0
         # Decayed sums: x is the cost of a step, y its time.
@@ -66,16 +69,16 @@ class StepTimes:
         self._unit_ns = max(unit_ns, 0.0)
 
     def add_prompts(self, tokens: int, decodes_cost: int, took_ns: int) -> None:
-        """Learn from a step with so many tokens of prompts beside decodes of that cost."""
+        """Learn from a step with `tokens` tokens of prompts, and decodes of this cost."""
         if tokens < _MIN_PROMPT_TOKENS:
             return
-        # Prompts count for at least a quarter of the time, whatever the decodes are expected to take.
+        # At least a quarter of the time is attributed to the prompts.
         added_ns = max(took_ns - self._expected_ns(decodes_cost), took_ns / 4)
         self._prompt_tokens = self._prompt_tokens * _PROMPT_DECAY + tokens
         self._prompt_ns = self._prompt_ns * _PROMPT_DECAY + added_ns
 
     def prompt_tokens(self, cost: int) -> float | None:
-        """How many tokens of prompts take as long as a step of that cost. None: not known yet."""
+        """How many prompt tokens take as long as a step of this cost. None: not known yet."""
         if not (self._weight and self._prompt_ns):
             return None
         return self._expected_ns(cost) * self._prompt_tokens / self._prompt_ns
@@ -90,13 +93,13 @@ class CallerLimits:
     """The limits of each step. Owned by the scheduler."""
 
     def __init__(self, fixed_prompt_tokens: int | None, max_batch_tokens: int) -> None:
-        """`fixed_prompt_tokens`: the limit in a step that decodes, or follows one that did. None: learned."""
+        """`fixed_prompt_tokens`: the limit in a step with decodes and in the next. None: it is learned."""
         self.times = StepTimes()
         self._fixed_prompt_tokens = fixed_prompt_tokens
         self._max_batch_tokens = max_batch_tokens
-        # For each of the last steps, by caller: the cost that callers below the free cost wanted.
+        # For each of the last steps, the cost that each caller below the free cost wanted.
         self._undemanding: deque[Mapping[int, int]] = deque(maxlen=_REMEMBERED_STEPS)
-        # For each of the last steps, by caller: the cost of its decodes.
+        # For each of the last steps, the cost of each caller's decodes.
         self._decoded: deque[Mapping[int, int]] = deque(
             maxlen=_REMEMBERED_STEPS if fixed_prompt_tokens is None else 2
         )
@@ -114,7 +117,7 @@ class CallerLimits:
         greedy: dict[int, int] = {}
         if max(wanted.values()) > free:
             greedy = {caller: cost for caller, cost in wanted.items() if cost > free}
-        # A caller that is alone delays no other, also not itself when it comes back under another number.
+        # A caller that is alone delays nobody, not even itself when it comes back with another number.
         undemanding = wanted
         if greedy or len(wanted) == 1:
             undemanding = {caller: wanted[caller] for caller in wanted.keys() - greedy if len(wanted) > 1}
@@ -122,7 +125,7 @@ class CallerLimits:
         return self._shares_of(greedy, free) if greedy else {}
 
     def _shares_of(self, greedy: dict[int, int], free: int) -> dict[int, int]:
-        # A caller without a request counts for some steps: its next one would arrive during a full step.
+        # Callers that just had requests count, too: their next ones would arrive during this step.
         steps = filter(None, self._undemanding)
         wanted = (sum(cost for caller, cost in step.items() if caller not in greedy) for step in steps)
         others = max(wanted, default=0)

@@ -5,11 +5,11 @@ at the same instant. A step that starts with the first request costs as much as 
 loop waits for the callers that it has just answered, within these bounds:
 
 - at most a share of the last step's time, and never longer than a fixed time;
-- not for a caller that came too late the last time (agents, people, finished loops);
+- not for a caller that was too late the last time (agents, people, finished loops);
 - not for a caller that is alone. (See also `Scheduler.may_delay_step`.)
 
-If steps are shorter than the round trip to a caller, no caller comes back within that share. Steps would run
-with a few requests, and take CPU time from the senders of others. So while messages with new requests follow
+If steps are shorter than the round trip to callers, no caller is back within that share. Steps would run with
+a few requests each, and take CPU time from the senders of others. So while messages with new requests follow
 each other closely, a step waits for more of them, at most two milliseconds.
 
 Bookkeeping only: no clock, no queue.
@@ -22,13 +22,13 @@ from collections.abc import Collection
 # The wait as a share of the last step's time.
 _MAX_SHARE = 0.25
 _MAX_WAIT_NS = 20_000_000
-# The wait with many callers and short steps, if another message is expected within that time.
+# The wait while messages follow each other closely, if the next one is expected within that time.
 _BUSY_WAIT_NS = 2_000_000
 _BUSY_GAP_NS = _BUSY_WAIT_NS
-# The moving average of the gap between messages covers about so many messages.
+# The moving average of the gap between messages covers about this many messages.
 _GAP_MEMORY = 8
 _LONGEST_GAP_NS = 10_000_000
-# More sequences than are answered within a few steps.
+# The most answered sequences to remember: more than are answered within a few steps.
 _REMEMBERED = 1 << 14
 _NEVER = 0, -1
 
@@ -40,12 +40,12 @@ class CoalescingWindow:
         self.clear()
 
     def clear(self) -> None:
-        # Sequences that were answered and have no new request yet: when they were answered, and until when
-        # they are in time. The oldest first.
+        # Answered sequences without a new request yet: (answered_ns, the new request is in time until).
+        # Oldest first.
         self._answered: dict[int, tuple[int, int]] = {}
-        # Sequences that came back in time after their last answer.
+        # Sequences whose last request was in time.
         self._punctual: set[int] = set()
-        # The punctual sequences that the last step has answered, without a new request yet.
+        # Punctual sequences that the last step has answered and that have no new request yet.
         self._expected: set[int] = set()
         self._opened_ns = 0
         self._closes_ns = 0
@@ -66,10 +66,11 @@ class CoalescingWindow:
             del self._answered[next(iter(self._answered))]
 
     def requests_arrived(self, sequences: Collection[int], arrived_ns: int) -> None:
-        """Note the next requests of sequences. Those that are in time are waited for next time.
+        """Note requests for sequences. A sequence whose request is in time will be waited for the next time.
 
-        `arrived_ns` may be a step before it was taken. Otherwise two halves of the callers, each of which
-        arrives while the other's step runs, would never share one. Requests of one message have one time.
+        `arrived_ns` is when the message arrived, even if the requests were only taken a step later. Otherwise
+        two halves of the callers, each arriving during the other's step, would never share a step. All
+        requests of a message have the same time.
         """
         if arrived_ns != self._last_message_ns:
             gap_ns = min(arrived_ns - self._last_message_ns, _LONGEST_GAP_NS)
@@ -88,7 +89,7 @@ class CoalescingWindow:
     def remaining_ns(self, now_ns: int, waiting: int) -> int:
         """How much longer to wait while `waiting` requests are queued. 0: start the step."""
         if not waiting:
-            # There is nothing to delay: the loop is idle until the first request arrives.
+            # There is nothing to delay: the loop waits for the first request anyway.
             return 0
         closes_ns = self._closes_ns if self._expected else 0
         if self._answered and self._mean_gap_ns <= _BUSY_GAP_NS:

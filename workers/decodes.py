@@ -1,12 +1,12 @@
-"""Plain decodes as columns, from the message that asks for them to the one that answers.
+"""Plain decodes as columns, from the message that requests them to the one that answers them.
 
-A decode is *plain* if it appends one token to a sequence, and wants nothing that makes its row cost more than
-others (`Forward.is_plain`). Nearly all forwards are. Those that arrive together stay together as `Decodes`,
-so that a step takes a few vector operations instead of objects for each. A single one is columns of one. Like
-a `Forward`, they are their own result when they are computed.
+A decode is *plain* if it appends one token to a sequence and requests no output that makes its row cost more
+than others (`Forward.is_plain`). Nearly all forwards are plain. Those that arrive together stay together as
+`Decodes`, so that a step takes a few vector operations instead of one object for each decode. A single one is
+columns of length one. As with a `Forward`, the results are written into the same object.
 
-What takes several tokens, steps or rows is a `Forward`. A plain decode becomes one only while it waits in a
-queue, is to run alone, or fails (ADR 59).
+Anything with several tokens, steps or rows is a `Forward`. A plain decode becomes one only while it waits in
+a queue, runs alone, or fails (ADR 59).
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ Mask = NDArray[np.bool_]
 
 
 class Column:
-    """The columns of `Decodes`: as the arguments of a `Forward`, and its number in order of arrival.
-
-    The last four are its result: the chosen token, and its times as in `Forward`.
-    """
+    """Indexes of the columns of `Decodes`: the arguments of a `Forward`, and the results from CHOSEN on."""
 
     (
         OP_ID, SEQUENCE, CALLER, POSITION, TOKEN, PROMPT_LEN, PRELAUNCH, DEADLINE, ARRIVED_NS, ARRIVAL,
@@ -39,40 +36,41 @@ class Column:
 
 
 WIDTH = Column.BATCH_ITEMS + 1
-# The deadline of those that have none.
+# The DEADLINE of decodes without one.
 NEVER = (1 << 63) - 1
-# What a plain decode costs its caller: a token and a row.
+# The cost of a plain decode in fair queueing: a token and a row.
 DECODE_COST = 2
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
 
 
 class Decodes:
-    """Plain decodes of different sequences.
+    """N plain decodes of different sequences.
 
-    A negative op_id is of one that is computed before it is requested: see `prelaunch`.
+    Decodes that are computed before they are requested have a negative OP_ID: see `prelaunch`.
 
     Attributes:
-        columns: [17, N] Their arguments and results. Once they are in the scheduler, only it changes the
-            arguments. The engine writes the results.
-        outputs: N of them, which can be one object.
-        kinds: The different ones of these: mostly one.
-        sequences: That column as a list.
-        rows: [N] The rows of their sequences in the `KvTable`, once they have begun.
-        started_ns: When they have begun.
-        row_outputs: N of them, once they are computed. None: nothing but the tokens was requested.
-        failures: Why some of them have no token after a step, by index. Nothing was appended for these.
+        columns: [17, N] int64, the arguments and results; see `Column`. While they are in the scheduler, only
+            it changes the arguments. The engine writes the results.
+        outputs: [N] The requested outputs. Several decodes can have the same object.
+        distinct_outputs: The different objects in `outputs`: usually one.
+        sequences: [N] The column SEQUENCE as a list.
+        rows: [N] int64, the rows of their sequences in the `KvTable`. Set when they begin.
+        started_ns: When they began.
+        row_outputs: [N] Set when they are computed. None: only tokens were requested.
+        failures: By index, why a decode has no token after a step. Nothing was appended for it.
     """
 
     __slots__ = (
-        "columns", "failures", "kinds", "outputs", "row_outputs", "rows", "sequences", "size", "started_ns",
+        "columns", "distinct_outputs", "failures", "outputs", "row_outputs", "rows", "sequences", "size",
+        "started_ns",
     )  # fmt: skip
 
     def __init__(self, columns: Columns, outputs: Sequence[OutputSpec]) -> None:
         self.columns = columns
         self.outputs = outputs
         self.size = len(outputs)
-        self.kinds = tuple(dict(zip(map(id, outputs), outputs, strict=True)).values())
+        self.distinct_outputs = tuple(dict(zip(map(id, outputs), outputs, strict=True)).values())
         self.sequences: list[int] = columns[Column.SEQUENCE].tolist()
         self.rows = _NO_ROWS
         self.started_ns = 0
@@ -81,7 +79,7 @@ class Decodes:
 
     @classmethod
     def of(cls, forwards: Sequence[Forward]) -> Decodes:
-        """Forwards that are plain, as columns. Of another one: as if its last token were a decode."""
+        """Plain forwards as columns. For a forward of several tokens: as if its last token were a decode."""
         columns = np.array(
             [
                 (
@@ -98,7 +96,7 @@ class Decodes:
 
     @classmethod
     def done(cls, forwards: Sequence[Forward]) -> Decodes:
-        """As `of`, with the results: of forwards of which all is computed, those of the last row of each."""
+        """As `of`, with the results of the last row of each. All rows of the forwards must be computed."""
         decodes, now_ns, last = cls.of(forwards), time.monotonic_ns(), [one.outputs[-1] for one in forwards]
         columns = decodes.columns
         columns[Column.CHOSEN] = [output.token_id for output in last]
@@ -113,7 +111,7 @@ class Decodes:
 
     @classmethod
     def joined(cls, parts: Sequence[Decodes]) -> Decodes:
-        """All of them, in this order. None has begun."""
+        """Joins decodes that have not begun, in this order."""
         if len(parts) == 1:
             return parts[0]
         columns = np.concatenate([part.columns for part in parts], axis=1)
@@ -125,24 +123,24 @@ class Decodes:
 
     @property
     def prelaunched(self) -> Mask:
-        """Which are computed before they are requested."""
+        """[N] bool, which are computed before they are requested."""
         is_ahead: Mask = self.columns[Column.OP_ID] < 0
         return is_ahead
 
     @property
     def may_be_launched(self) -> bool:
-        """Whether a step of them need not be waited for: none has an adapter, or wants the experts."""
+        """Whether a step of them can be launched ahead: none has an adapter or requests experts."""
         has_adapter = any(self.columns[Column.ADAPTER].tolist())
-        return not has_adapter and not any(spec.experts for spec in self.kinds)
+        return not has_adapter and not any(spec.experts for spec in self.distinct_outputs)
 
     def take(self, which: Mask) -> Decodes:
         indexes = which.nonzero()[0]
         if len(indexes) in (0, self.size):
             return self if len(indexes) else NO_DECODES
-        return self.in_order(indexes)
+        return self.select(indexes)
 
-    def in_order(self, indexes: NDArray[np.int64]) -> Decodes:
-        """Those with these indexes, in this order."""
+    def select(self, indexes: NDArray[np.int64]) -> Decodes:
+        """The decodes with these indexes, in this order."""
         taken = Decodes(self.columns[:, indexes], [self.outputs[index] for index in indexes.tolist()])
         taken.started_ns = self.started_ns
         if self.started_ns:

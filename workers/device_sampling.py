@@ -298,7 +298,7 @@ def _penalties(rows: Sequence[SamplingRow], vocab: int) -> Columns:
         "begins": begins,
         "prompt_ends": prompt_ends,
         "ends": ends,
-        # Those outside of the vocabulary stay there.
+        # Ids outside of the vocabulary stay outside.
         "history": np.concatenate(histories).clip(-1, vocab).astype(np.int32),
         "repetitions": np.array([spec.repetition_penalty for spec in specs], dtype=np.float64),
         "frequencies": np.array([spec.frequency_penalty for spec in specs], dtype=np.float64),

@@ -19,7 +19,7 @@ from workers.counter_rng import mix_key
 from workers.outputs import OutputSpec
 from workers.sampling import Draft, RowChoices, SamplingRow, choose_rows
 
-# They separate the streams from those of plain draws: any numbers but 0.
+# They separate these streams from those of plain draws. Any numbers but 0 would do.
 _KEEP_STREAM = 0xD1B54A32D192ED03
 _RESIDUAL_STREAM = 0x8CB92BA72F3D8DD7
 
@@ -60,7 +60,7 @@ def _seed(row: SamplingRow) -> int:
 
 
 def _keys(row: SamplingRow) -> tuple[int, int]:
-    """By which drafts are kept, and by which other tokens are drawn."""
+    """The keys for keeping drafts, and for drawing other tokens."""
     seed = _seed(row)
     return mix_key(seed ^ _KEEP_STREAM, row.position), mix_key(seed ^ _RESIDUAL_STREAM, row.position)
 

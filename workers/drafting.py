@@ -118,7 +118,7 @@ class Drafting:
             return None
         chosen = forward.outputs[forward.kept - len(forward.token_ids) - 1].token_id
         tokens = np.append(sequence.token_ids.as_array().astype(np.int64), chosen)
-        salt = table.salt_of(sequence)
+        salt = table.prefixes.salt_of(sequence)
         common = self._common(forward.sequence, salt, tokens)
         missing = tokens[common:]
         if len(tokens) >= self._max_seq_tokens or int(missing.max()) >= self._vocab_size:
@@ -143,7 +143,7 @@ class Drafting:
         known = self.engine.kv_table.get(sequence)
         if known is None:
             return 0
-        if self.engine.kv_table.salt_of(known) != salt:
+        if self.engine.kv_table.prefixes.salt_of(known) != salt:
             self._drop(sequence)
             return 0
         own = known.token_ids.as_array()

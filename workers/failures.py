@@ -1,9 +1,9 @@
-"""The answers for commands and forwards that have failed, and what is logged of them."""
+"""Makes the answers to failed commands and forwards, and logs what is unexpected."""
 
 from __future__ import annotations
 
 from workers.adapters.errors import AdapterError
-from workers.executors.errors import KvMissing, NoTrees
+from workers.executors.engine import KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
 from workers.logging import get_logger
 from workers.models.errors import ModelError
@@ -11,17 +11,17 @@ from workers.operations import Failed, FailureReason, Forward
 from workers.sampling import BadLogitsError
 
 _log = get_logger(__name__)
-# For clients.
+# A message for clients.
 _OVERFLOW = (
     "its sums overflow, so that logits are not finite: train it again, or lower its lora_alpha or strength"
 )
 
 
 def failure_of_running(forward: Forward, error: Exception, overflowed: set[str]) -> Failed:
-    """The answer for a forward that has failed in a step.
+    """The answer to a forward that failed in a step.
 
-    Mutates `overflowed`: whose logits were not finite, an adapter's or the model's. All of their forwards may
-    have that, and it is no bug of ours: it is logged once for each.
+    Mutates `overflowed`: the adapters, or the model, whose logits were not finite. That is no bug of ours and
+    may happen with all of their forwards, so it is logged once for each.
     """
     if not isinstance(error, BadLogitsError):
         _log.error("a forward failed", exc_info=error)
@@ -36,7 +36,7 @@ def failure_of_running(forward: Forward, error: Exception, overflowed: set[str])
 
 
 def failure_of(op_id: int, error: Exception, what: str) -> Failed:
-    """The answer for a command that has failed. Logs unexpected errors."""
+    """The answer to a failed command. Logs unexpected errors, with the message `what`."""
     match error:
         case OutOfPages():
             needed, available = error.needed, error.available

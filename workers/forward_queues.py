@@ -7,16 +7,16 @@
 Forwards of one sequence run one after the other, in order of arrival. The first of each sequence is also in
 the queue of its service class. *Short* forwards (decodes, verifies, the end of a prefill) go first, because a
 caller waits for each of their tokens. *Long* forwards (prefills) are cut into chunks that fill the rest of
-the step. In each class callers take turns by the cost of their forwards: start-time fair queueing (Goyal, Vin
-and Cheng, 1996; ADRs 8 and 10). Beside others a caller gets a share of a step (`caller_limits`). Neither
-class can starve the other:
+the step. In each class, callers take turns by the cost of their forwards: start-time fair queueing (Goyal,
+Vin and Cheng, 1996; ADRs 8 and 10). If others want it, too, a caller gets only a share of a step
+(`caller_limits`). Neither class can starve the other:
 
 - While a long forward waits, a quarter of the step (tokens and rows, and one item) is reserved for the first
   one, as far as it can use that. So prefills finish under permanent overload, and decodes continue.
 - If a step is too small to be divided (a quarter of it is zero), the classes alternate: a long forward that
   got nothing goes first in the next step.
 
-Usual decodes are in no queue: see `scheduler`. No pages, tensors or clocks here.
+Most plain decodes are never queued: see `scheduler`. No pages, tensors or clocks here.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from workers.service_class import ServiceClass
 # failed and is answered already.
 Begin = Callable[[Forward], bool]
 
-# A forward with at most so many tokens to go is short.
+# A forward with at most this many remaining tokens is short.
 SHORT_TOKENS = 16
-# One n-th of a step is reserved for the first long forward.
+# The fraction 1 / LONG_SHARE of a step is reserved for the first long forward.
 LONG_SHARE = 4
-# In each step and class, at most so many forwards are found to wait for others. Each such check takes time
-# proportional to the prompt's length, and delays the step.
+# A step stops looking for forwards of a class after so many were found to wait for others. Each such check
+# takes time proportional to the prompt's length, and delays the step.
 _MAX_WAITING_FOUND = 16
-# A head start of a priority is the work of so many full steps.
+# The head start of a priority, in full steps of work.
 HEAD_START_STEPS = 64
-# Their callers wait for each token.
+# The kinds whose callers wait for each token.
 DECODES = (Kind.DECODE, Kind.VERIFY)
 
-# Chunks with the same adapter follow each other.
+# The order of chunks in a step. Chunks with the same adapter follow each other.
 _in_order = attrgetter("forward.is_long", "has_many", "forward.lora_slot", "forward.arrival")
 
 
 def cost_of(forward: Forward, tokens: int) -> int:
-    """The cost of the last `tokens` of a forward: its tokens, and its rows by their weight."""
+    """The cost of the last `tokens` tokens of a forward: these tokens, and their rows by weight."""
     return tokens + min(forward.wanted_rows, tokens) * forward.row_weight
 
 
 @dataclass(slots=True)
 class Capacity:
-    """What is left of a step, or of a part of it."""
+    """The capacity that is left in a step, or in a part of it."""
 
     tokens: int
     items: int
-    rows: int  # by their weight
+    rows: int  # by weight
 
 
 class ForwardQueues:
@@ -74,11 +74,11 @@ class ForwardQueues:
     Attributes:
         forwards: By op_id, in order of arrival.
         short: The service class of short forwards.
-        long: That of long ones.
+        long: The service class of long forwards.
     """
 
     def __init__(self, step: Capacity, page_size: int, limits: CallerLimits) -> None:
-        """`step`: the capacity of a whole one. `limits`: those of the scheduler."""
+        """`step`: the capacity of an empty step. `limits`: of the scheduler."""
         self._page_size = page_size
         self._limits = limits
         # At most the reserved share, so that any forward gets at least one row into a step.
@@ -87,7 +87,7 @@ class ForwardQueues:
         self.long = ServiceClass(HEAD_START_STEPS * step.tokens)
         self.forwards: dict[int, Forward] = {}
         self.by_sequence: dict[int, OrderedDict[int, Forward]] = {}
-        # No deadline of a forward that has not begun is before this.
+        # No forward that has not begun has an earlier deadline.
         self._earliest_ns = NEVER
         self._steps = 0
         self._long_first = False
@@ -95,7 +95,7 @@ class ForwardQueues:
     def add(self, forward: Forward) -> None:
         """Put a forward into the queues of its sequence and its class, behind those that arrived before."""
         if not self.forwards:
-            # Nobody has waited.
+            # The queues were empty: no long forward has waited.
             self._long_first = False
         self.forwards[forward.op_id] = forward
         tokens = len(forward.token_ids)
@@ -140,16 +140,16 @@ class ForwardQueues:
                 expired.append((deadline_ns, forward.arrival, forward))
             elif deadline_ns < self._earliest_ns:
                 self._earliest_ns = deadline_ns
-        # No two have arrived at once, so forwards are not compared.
+        # Arrival numbers differ, so forwards themselves are never compared.
         in_order = [forward for *_, forward in sorted(expired)]
         for forward in in_order:
             self.remove(forward.op_id)
         return in_order
 
     def advance(self, chunk: Chunk) -> bool:
-        """Note that a chunk has run, and is counted in `computed`. Return whether the forward is done.
+        """Note that a chunk has run and is counted in `computed`. Return whether the forward is done.
 
-        A forward that is done leaves. Raises ValueError for a chunk that is not the last one that has run.
+        A forward that is done leaves. Raises ValueError for a chunk that is not the latest of its forward.
         """
         forward = chunk.forward
         if self.forwards.get(forward.op_id) is not forward or forward.computed != chunk.start + chunk.count:
@@ -176,10 +176,11 @@ class ForwardQueues:
         """Choose the chunks of a step; see `Scheduler.next_batch`. Mutates `left` and `shares`.
 
         Args:
-            left: The capacity of the step beside its plain decodes.
-            shares: The cost that is left in it to each caller whose short forwards are limited.
-            plain: The cost of its plain decodes by caller. None: it is launched behind the running step, and
-                its decodes are counted when it runs.
+            left: The capacity of the step without its plain decodes.
+            shares: For each caller whose short forwards are limited, the cost that it may still use.
+            plain: The cost of the step's plain decodes by caller. None: the step is launched behind the
+            running
+                one, and its decodes are counted when it runs.
         """
         self._steps += 1
         short, long = self.short, self.long
@@ -191,15 +192,15 @@ class ForwardQueues:
         left.items += reserved.items
         left.rows += reserved.rows
         if plain is not None:
-            # The limit also holds for the steps after decodes: their callers' next requests would wait for
-            # them.
+            # Decodes limit the prompts of the next steps, too: their callers' next requests would wait for
+            # these.
             self._limits.record_decodes(_cost_of_decodes(chunks, plain))
         if long.queue:
             spare_tokens = max(0, left.tokens - self._limits.max_prompt_tokens(long.active_callers))
             left.tokens -= spare_tokens
             long_had_turn |= self._fill(long, left, begin, {}, chunks)
             left.tokens += spare_tokens
-        # With the rest of the reserved capacity.
+        # Short forwards can use the rest of the reserved capacity.
         self._fill(short, left, begin, shares, chunks)
         self._long_first = bool(long.queue) and not long_had_turn
         chunks.sort(key=_in_order)
@@ -232,11 +233,11 @@ class ForwardQueues:
         shares: dict[int, int],
         chunks: list[Chunk],
     ) -> bool:
-        """Put chunks of a class into the step until one does not fit. Return whether any did.
+        """Put chunks of a class into the step until one does not fit. Return whether any was put.
 
-        Takes from `budget`, adds to `chunks`, and moves forwards that `begin` made short to the short class.
+        Mutates `budget` and `chunks`. Forwards of which `begin` leaves few tokens move to the short class.
 
-        Forwards behind one that does not fit wait too: this keeps the order, and the time O(batch).
+        Forwards behind one that does not fit wait, too: this keeps the order, and takes O(batch).
         """
         chunks_before = len(chunks)
         queue, is_long = service_class.queue, service_class is self.long
@@ -253,7 +254,7 @@ class ForwardQueues:
             count = self._tokens_that_fit(forward, budget)
             if count and not forward.has_begun:
                 if not self._begin(forward, service_class, begin):
-                    # It waits, or it has left the queue.
+                    # It waits for another forward, or it has left the queue.
                     i += forward.waits_for is not None
                     found_waiting += forward.waits_for is not None
                     if found_waiting == _MAX_WAITING_FOUND:
@@ -262,7 +263,7 @@ class ForwardQueues:
                 if forward.computed:
                     count = self._tokens_that_fit(forward, budget)
             if count == 0:
-                break  # There is no budget left, or none for rows and the forward's next token needs one.
+                break  # The budget is used up, or has no row left for the forward's next token.
             chunk = Chunk(forward, forward.computed, count)
             forward.step = self._steps
             chunks.append(chunk)
@@ -275,7 +276,7 @@ class ForwardQueues:
         return len(chunks) > chunks_before
 
     def _begin(self, forward: Forward, service_class: ServiceClass, begin: Begin) -> bool:
-        """Begin a forward, which may change its class. False: it waits, or it has failed and left."""
+        """Begin a forward, which may change its class. False: it waits, or it failed and left."""
         if not begin(forward):
             if forward.waits_for is None:
                 service_class.dispatch(forward)
@@ -297,7 +298,7 @@ class ForwardQueues:
         before_rows = max(0, remaining - forward.wanted_rows)
         count = min(remaining, budget.tokens, before_rows + budget.rows // forward.row_budget)
         if count < remaining:
-            # End at a page boundary if any token is left then: only full pages can be shared.
+            # End at a page boundary if that leaves a token: only full pages can be shared.
             start = forward.position + forward.computed
             aligned = (start + count) // self._page_size * self._page_size - start
             count = aligned if aligned > 0 else count
@@ -306,7 +307,7 @@ class ForwardQueues:
 
 def _still_waits(forward: Forward, first: Forward) -> bool:
     """Whether a forward still has to wait for `first`. Clears `waits_for` if not."""
-    # A forward that has begun is enqueued until it leaves the scheduler.
+    # `is_enqueued` is False once a forward that has begun has left the scheduler.
     if first.is_enqueued and first.has_begun and first.computed < forward.waits_until:
         return True
     forward.waits_for = None
@@ -314,7 +315,7 @@ def _still_waits(forward: Forward, first: Forward) -> bool:
 
 
 def _cost_of_decodes(chunks: Sequence[Chunk], plain: Mapping[int, int]) -> dict[int, int]:
-    """By caller, the cost of its decodes in a step: of these chunks, and of plain ones."""
+    """The cost of a step's decodes by caller: of those in these chunks, and of plain ones."""
     costs = dict(plain)
     for chunk in chunks:
         if chunk.forward.kind in DECODES:

@@ -1,7 +1,7 @@
-"""A queue between threads whose timeouts hold: any thread puts, one gets.
+"""A queue between threads with reliable timeouts: any thread puts, one gets.
 
-`queue.SimpleQueue.get` waits for ever where a timeout passes before it has begun to wait, for which a busy
-machine or a short timeout is enough (seen with CPython 3.11 and 3.12, and not with 3.13).
+`queue.SimpleQueue.get` waits for ever if its timeout passes before it begins to wait, as happens with a short
+timeout or on a busy machine (seen with CPython 3.11 and 3.12, not with 3.13).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _Item = TypeVar("_Item")
 
 
 class Inbox(Generic[_Item]):
-    """First in, first out, and unbounded: who puts has checked limits before. `items`: those that wait."""
+    """First in, first out, and unbounded: limits are checked before `put`. `items`: what is queued."""
 
     def __init__(self) -> None:
         self.items: deque[_Item] = deque()
-        # Released by `put`, after it has added its item. Nobody holds it for longer than a call.
+        # A signal rather than a lock: `put` releases it after adding an item, `get` acquires it to wait.
         self._added = threading.Lock()
 
     def put(self, item: _Item) -> None:
@@ -29,21 +29,18 @@ class Inbox(Generic[_Item]):
         try:  # noqa: SIM105 - suppress() costs as much as all the rest of this
             self._added.release()
         except RuntimeError:
-            # It is released already: an earlier item waits, too.
+            # It is released already, since an earlier item is queued.
             pass
 
     def get(self, timeout_s: float | None = None) -> _Item:
-        """The oldest item, once there is one. None: waits for it without an end.
-
-        Raises queue.Empty after `timeout_s`.
-        """
+        """Waits for an item, and returns the oldest. Raises queue.Empty after `timeout_s` (None: never)."""
         ends = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             # Whatever is added after this releases it again.
             self._added.acquire(blocking=False)
             if self.items:
                 return self.items.popleft()
-            # A release may be that of an item which was taken already: then it is waited for again.
+            # The release may be of an item that was taken already. Then this waits again.
             left_s = -1.0 if ends is None else max(0.0, ends - time.monotonic())
             if not self._added.acquire(timeout=left_s) and not self.items:
                 raise queue.Empty

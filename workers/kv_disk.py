@@ -1,13 +1,12 @@
-"""KV on disk: which forwards wait until their pages are read, and which pages are written meanwhile.
+"""KV on disk: forwards that wait until their pages are read, and pages that are written in the background.
 
-The prefix cache is the one way to reuse KV. A forward that arrives looks there for the next pages of its
-tokens. Those that are missing there and are on disk are read into pages of the pool, and put into the prefix
-cache; then the forward goes on as any other, and finds them (`Engine.begin`). What could not be read is
-computed.
+KV is only reused through the prefix cache. When a forward arrives, those of its pages that are on disk but
+not in the prefix cache are read into pages of the pool and added to it. Then the forward is queued like any
+other, and finds them (`Engine.begin`). What could not be read is computed.
 
-The other way round each full page that the pool gets is written to disk, in its time. If the model has
-recurrent layers, a prefix can be reused up to a snapshot of their states: pages are read and written up to
-one, and it with them.
+In turn, every full page of the pool is written to disk in the background. In a model with recurrent layers a
+prefix can only be reused up to a snapshot of their states. So pages are read and written up to a snapshot,
+and the snapshot with them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from workers.operations import Forward
 
 _log = logging.getLogger(__name__)
 
-# If not one page was read for so long, the disk is given up, and what waits for it is computed.
+# If no page was read for this long, forwards stop waiting for the disk, and nothing is read any more.
 PATIENCE_S = 10.0
 
 
@@ -49,8 +48,8 @@ class _Waiting:
     """A forward that waits for pages.
 
     Attributes:
-        pages: All pages of its prefix that are held for it: first those that were in memory.
-        unread: Those of their digests that are being read.
+        pages: The pages of its prefix, which are held for it.
+        unread: The digests of those that are still being read.
     """
 
     forward: Forward
@@ -73,7 +72,7 @@ class KvDisk:
         max_bytes: int,
         write_bytes_per_s: float,
     ) -> None:
-        """Store the pages of `table` from now on. `views`: `KvTensors.stored_views`."""
+        """Store the pages of `table` from now on. `views`: see `KvTensors.stored_views`."""
         self._table, self._views, self._files = table, views, files
         self._max_bytes, self._write_bytes_per_s = max_bytes, write_bytes_per_s
         self._pages = DiskPages()
@@ -81,15 +80,15 @@ class KvDisk:
         self._threads: DiskThreads | None = None
         self._writes = 0
         self._waiting: deque[_Waiting] = deque()
-        # When a page was last read, or had to be. After PATIENCE_S the disk is given up.
+        # When a page was last read, or the first of several reads was started. See PATIENCE_S.
         self._progress_s = 0.0
         self._reads_pages = True
-        # Whether the last write has failed, and whether there are to be no more.
+        # Whether the last write failed, and whether writing has ended for good.
         self._has_failed = self._is_stopped = False
         table.store_on(self._pages)
 
     def report_to(self, report: Callable[[DiskReport], None]) -> None:
-        """Whom the threads tell what is to be given to `take`. They start now."""
+        """Start the threads. They call `report` with what is to be passed to `take`."""
         self._threads = DiskThreads(
             self._files, self._views, report, write_bytes_per_s=self._write_bytes_per_s
         )
@@ -101,7 +100,7 @@ class KvDisk:
     # Forwards.
 
     def admit(self, forward: Forward) -> bool:
-        """Whether a forward can be queued. If not, it waits for its pages, or behind one that does."""
+        """Whether a forward can be queued now. If not, it waits for its pages, or behind one that does."""
         waiting = _Waiting(forward)
         if self.has(forward.sequence):
             self._waiting.append(waiting)
@@ -113,10 +112,10 @@ class KvDisk:
         try:
             self._read(waiting, absent)
         except OutOfPages:
-            # It cannot begin either, and comes again when others have made room.
+            # It cannot begin either. The gateway sends it again when others have made room.
             waiting.unread.clear()
         if not waiting.unread:
-            self._table.held.let_go(waiting.pages)
+            self._table.held.release(waiting.pages)
             return True
         self._waiting.append(waiting)
         return False
@@ -128,12 +127,12 @@ class KvDisk:
     def _hold_prefix(self, waiting: _Waiting, reusable: int) -> list[tuple[bytes, bytes]]:
         """Hold the pages of a forward's prefix that are in memory, or are being read for others.
 
-        Returns the digests and parents of those that are on disk only, up to the first page that is nowhere.
-        With recurrent layers up to the last state that can be had, which comes last if it is to be read.
+        Returns (digest, parent) of the pages that are only on disk, up to the first one that is nowhere. With
+        recurrent layers, up to the last available state; if that has to be read, it comes last.
         """
         table, pages, forward = self._table, self._pages, waiting.forward
-        where = forward.sequence, forward.position, forward.salt
-        prefix: Iterable[tuple[bytes, bytes]] = table.next_digests(*where, forward.token_ids, reusable)
+        where = table.get(forward.sequence), forward.position, forward.salt
+        prefix: Iterable[tuple[bytes, bytes]] = table.prefixes.digests_at(*where, forward.token_ids, reusable)
         if table.states is not None:
             prefix = self._up_to_state(prefix, table.states)
         absent: list[tuple[bytes, bytes]] = []
@@ -160,7 +159,7 @@ class KvDisk:
     def _up_to_state(
         self, prefix: Iterable[tuple[bytes, bytes]], states: StateSlots
     ) -> list[tuple[bytes, bytes]]:
-        """The pages of a prefix up to the last state that can be had, and this state if it is to be read."""
+        """The pages of a prefix up to the last available state, and that state if it has to be read."""
         table, pages = self._table, self._pages
         found: list[tuple[bytes, bytes]] = []
         usable, to_read = 0, list[tuple[bytes, bytes]]()
@@ -176,11 +175,11 @@ class KvDisk:
         return found[:usable] + to_read
 
     def _read(self, waiting: _Waiting, absent: Sequence[tuple[bytes, bytes]]) -> None:
-        """Read pages for a forward. Raises OutOfPages, and has no effect then."""
+        """Start to read pages for a forward. Raises OutOfPages, and then has no effect."""
         if not absent:
             return
         table = self._table
-        fresh = iter(table.held.take(sum([not is_state(digest) for digest, _ in absent])))
+        fresh = iter(table.held.allocate(sum([not is_state(digest) for digest, _ in absent])))
         if not self._pages.are_read:
             self._progress_s = time.monotonic()
         reads = []
@@ -190,7 +189,7 @@ class KvDisk:
                 number = table.states.begin_read()
             else:
                 number = next(fresh)
-                # Once for the read, and once for the forward, which may be dropped before the read has ended.
+                # Held by the read and by the forward, which may be dropped before the read has ended.
                 table.held.hold(number)
                 waiting.pages.append(number)
             self._pages.begin_read(digest, number)
@@ -200,7 +199,7 @@ class KvDisk:
         self._threads.read(reads)
 
     def take(self, report: DiskReport) -> list[Forward]:
-        """Take what a thread has done. Returns the forwards that can be queued, in order of arrival."""
+        """Take the report of a thread. Returns the forwards that can be queued now, in order of arrival."""
         match report:
             case PageReads(outcomes):
                 self._progress_s = time.monotonic()
@@ -234,18 +233,18 @@ class KvDisk:
         else:
             if is_good:
                 self._table.filled(number, digest)
-            self._table.held.let_go([number])
+            self._table.held.release([number])
         for waiting in self._waiting:
             waiting.unread.discard(digest)
 
     def _release(self, is_ready: Callable[[_Waiting], bool]) -> list[Forward]:
-        """Give up the pages of those that are ready. Those of one sequence stay in order."""
+        """Remove the ready forwards, and release their pages. Forwards of a sequence stay in order."""
         ready: list[Forward] = []
         still: deque[_Waiting] = deque()
         blocked: set[int] = set()
         for waiting in self._waiting:
             if waiting.forward.sequence not in blocked and is_ready(waiting):
-                self._table.held.let_go(waiting.pages)
+                self._table.held.release(waiting.pages)
                 ready.append(waiting.forward)
             else:
                 blocked.add(waiting.forward.sequence)
@@ -254,7 +253,7 @@ class KvDisk:
         return ready
 
     def write_more(self) -> None:
-        """Hand pages to the thread that writes, as many as it takes now."""
+        """Hand the writing thread as many pages as it takes now."""
         while self._threads is not None and self._writes < MOST_WRITES:
             write = self._pages.next_write()
             if write is None:
@@ -263,25 +262,25 @@ class KvDisk:
             self._threads.write(write)
 
     def give_up_if_stuck(self) -> list[Forward]:
-        """All that wait, if the disk does not answer: they are computed, and nothing is read any more."""
+        """If the disk does not answer: return all waiting forwards, to be computed, and read nothing more."""
         if not self._waiting or time.monotonic() - self._progress_s < PATIENCE_S:
             return []
         _log.error("KV is not read from disk any more: it did not answer for %d s", PATIENCE_S)
         self._reads_pages = False
         return self._release(lambda _: True)
 
-    # Forwards that nobody wants any more. What is being read for them goes to the prefix cache.
+    # Dropped forwards. What is being read for them still goes to the prefix cache.
 
     def drop(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
         """Drop and return waiting forwards, which get no answer."""
         removed = [waiting for waiting in self._waiting if unwanted(waiting.forward)]
         for waiting in removed:
-            self._table.held.let_go(waiting.pages)
+            self._table.held.release(waiting.pages)
             self._waiting.remove(waiting)
         return [waiting.forward for waiting in removed]
 
     def stop(self) -> None:
-        """Read and store nothing from now on: the weights are others than those of the files."""
+        """Read and store nothing from now on, since the files are of other weights."""
         self._reads_pages, self._is_stopped = False, True
         self._pages.stop_writes()
         _log.warning("KV is not stored on disk until this worker starts again: it has other weights")

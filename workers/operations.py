@@ -1,6 +1,6 @@
 """Forwards, and the results of all commands: data without torch.
 
-`wire.py` converts messages to these and back. Other commands are carried out as they come (`other_commands`).
+`wire.py` converts messages to these and back. Commands other than forwards stay messages (`other_commands`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """The kind of a forward, each counted separately. Prefills are limited beside decodes and verifies.
+    """The kind of a forward. Each kind is counted separately.
 
-    A scoring returns its tokens' log-probabilities. A replay computes lost KV of a cache again.
+    SCORE returns the logprobs of its tokens. REPLAY computes lost KV of a cache again.
     """
 
     PREFILL = enum.auto()
@@ -35,7 +35,7 @@ class Kind(enum.Enum):
 
 
 class Priority(enum.Enum):
-    """The scheduling priority. Its value is the number of head starts: see `service_class`."""
+    """The scheduling priority. The value is a number of head starts: see `service_class`."""
 
     LOW = -1
     NORMAL = 0
@@ -43,28 +43,28 @@ class Priority(enum.Enum):
 
 
 class Accept(enum.Enum):
-    """Which drafts a verify keeps: all of them, or those that equal the token chosen before them.
+    """Which drafts a verify keeps: ALL of them, or those that equal the token CHOSEN at their position.
 
-    ALL keeps only the root of a tree, whose other tokens are alternatives.
+    In a tree, whose tokens are alternatives, ALL keeps only the root.
     """
 
     ALL = enum.auto()
     CHOSEN = enum.auto()
 
 
-# Extra samples that count as one row: see `Forward.row_weight`.
+# The number of extra samples that cost as much as one row: see `Forward.row_weight`.
 _DRAWS_PER_ROW = 16
 
 
-# Without slots: fields that are not arguments then cost nothing until they are set.
+# Without slots, so that fields which are no arguments cost nothing until they are set.
 @dataclass(eq=False)
 class Forward:
     """Append `token_ids` to `sequence` at `position`: the one primitive, from the command to its answer.
 
-    The last `rows` tokens have an output: 0 none, 1 the last, len(token_ids) all. The last `scored` tokens
-    are answered with their log-probabilities given the tokens before. The first token cannot be scored.
+    The last `rows` tokens have an output: 0 none, 1 the last, len(token_ids) all. For the last `scored`
+    tokens the answer has their logprobs given the tokens before. The first token cannot be scored.
 
-    The request does not change. The scheduler and its queue write the scheduling state. The engine writes
+    The request does not change. The scheduler and its queues write the scheduling state. The engine writes
     what was computed, and the answer. All may read everything.
     """
 
@@ -82,36 +82,38 @@ class Forward:
     caller: int = 0
     prompt_len: int = 0
     ephemeral: bool = False
-    # For a new sequence: it shares pages only with sequences of the same salt.
+    # A new sequence shares pages only with sequences of the same salt.
     salt: bytes = b""
-    # The adapter of the sequence. 0: none. And the model's slot that has it, while the forward is scheduled.
+    # The adapter of the sequence (0: none), and the slot that has it while the forward is scheduled (-1:
+    # none).
     adapter: int = 0
     lora_slot: int = -1
     priority: Priority = Priority.NORMAL
     # It expires if it has not begun by this time.monotonic_ns(). None: never.
     deadline_ns: int | None = None
     arrived_ns: int = 0
-    # How many chosen tokens the caller will probably append next, one after another and with the same output:
-    # see `prelaunch`.
+    # The caller will probably append the chosen token this often in a row, with the same output: see
+    # `prelaunch`.
     prelaunch: int = 0
     scored: int = 0
     # One for each token, or empty.
     choices: Sequence[RowChoice] = ()
-    # If not empty, the tokens are a tree (`token_trees`), and all of its rows are wanted.
+    # If not empty, the tokens are a tree (`token_trees`), and all of its rows are computed.
     parents: Sequence[int] = ()
-    # One extra token is drawn for each from the last row, if that has an output.
+    # For each seed an extra token is drawn from the last row, if that has an output.
     sample_seeds: Sequence[int] = ()
-    # Its sequence then has a salt of its own, since pages depend on them. None: the router chooses.
+    # The experts to compute with. Its sequence then has a salt of its own, since the KV depends on them.
+    # None: the router chooses.
     experts: GivenExperts | None = None
     # It is computed before it is requested: see `prelaunch`.
     is_prelaunched: bool = False
-    # How many tokens a draft model is to draft behind the chosen one: see `drafting`.
+    # How many tokens to draft after the chosen one: see `drafting`.
     draft_tokens: int = 0
 
-    # The number of last tokens whose row of logits is computed. The row before a token scores it.
+    # Logits are computed for so many of its last tokens: those with an output, and those that score the next.
     wanted_rows: int = field(init=False)
-    # How many plain rows each of its rows costs. An extra sample costs a fraction of a row. All are from the
-    # last row, but their cost is divided among the rows.
+    # The cost of each of its rows, in plain rows. Extra samples cost a fraction of a row each. They are drawn
+    # from the last row, but their cost is spread over all rows.
     row_weight: int = field(init=False)
 
     # Scheduling. Valid from `Scheduler.add` on.
@@ -123,7 +125,7 @@ class Forward:
     cost: int = field(default=0, init=False)
     virtual_start: int = field(default=0, init=False)
     is_enqueued: bool = field(default=False, init=False)
-    # How much of a step's rows each of its rows takes.
+    # How much of a step's row budget each of its rows takes.
     row_budget: int = field(default=1, init=False)
     # The number of the last step that it was put into.
     step: int = field(default=-1, init=False)
@@ -134,18 +136,19 @@ class Forward:
     # What was computed. Valid from `Engine.begin` on.
 
     has_begun: bool = field(default=False, init=False)
-    # It has pages reserved for the remaining tokens, or for all tokens of a tree.
+    # Its sequence, which has pages reserved for the remaining tokens, or for all tokens of a tree.
     kv: KvSequence = field(init=False, repr=False)
     started_ns: int = field(default=0, init=False)
-    # Tokens of the request whose KV is in the cache, and how many of them were reused from shared pages.
+    # How many tokens of the request have KV, and how many of these were reused from shared pages.
     computed: int = field(default=0, init=False)
     reused: int = field(default=0, init=False)
+    # The number of steps that it ran in.
     steps: int = field(default=0, init=False)
     # The number of forwards in its last step.
     batch_items: int = field(default=0, init=False)
     # The digest of the page that it fills next, if other forwards may wait for that: see `prefix_wait`.
     filling_digest: bytes | None = field(default=None, init=False)
-    # Why one of its rows has no token. Nothing was appended then, and the forward has to be rolled back.
+    # Why one of its rows has no token. Then nothing was appended, and the forward has to be rolled back.
     failure: Exception | None = field(default=None, init=False)
     # Draws the remaining extra samples in batches, and yields each batch with its cost.
     draws: Iterator[tuple[int, list[RowOutput]]] | None = field(default=None, init=False, repr=False)
@@ -153,24 +156,25 @@ class Forward:
     # The answer. Complete after `Engine.complete`.
 
     outputs: Sequence[RowOutput] = field(default=(), init=False)
-    # For each scored token: its log-probability, and whether no other token was more likely.
+    # For each scored token: its logprob, and whether no other token was more likely.
     token_logprobs: Sequence[float] = field(default=(), init=False)
     token_is_argmax: Sequence[bool] = field(default=(), init=False)
-    # For means: the sums of the computed tokens' hidden states, one [hidden width] for each requested layer.
+    # For means: the sums of the computed tokens' hidden states, one [hidden size] for each requested layer.
     state_sums: Sequence[NDArray[np.float64]] = field(default=(), init=False, repr=False)
-    # One for each of `sample_seeds`, without lists and logits.
+    # One for each of `sample_seeds`, without top logprobs and logits.
     samples: Sequence[RowOutput] = field(default=(), init=False)
     # For a tree: the indexes of the kept tokens. Only these are appended to the sequence.
     kept_path: Sequence[int] = field(default=(), init=False)
-    # The number of tokens that are kept in the sequence, with those of `appended`.
+    # The number of tokens that are kept in the sequence, including `appended`.
     kept: int = field(default=0, init=False)
-    # Of a decode: chosen tokens that were appended behind it before they were requested, see `prelaunch`.
-    # Each has an output, too.
+    # For a decode: chosen tokens that were appended after its own before they were requested, see
+    # `prelaunch`. Each has an output, too.
     appended: Sequence[int] = field(default=(), init=False)
-    # With `draft_tokens`, if the model has a head to draft with: the hidden row of each output.
+    # With `draft_tokens`, if the model drafts with its own head: the hidden state of each output row.
     hidden_rows: Sequence[Any] = field(default=(), init=False, repr=False)
-    # What a draft model expects behind the token that was chosen after these.
+    # The tokens that were drafted after the chosen one.
     drafts: Sequence[int] = field(default=(), init=False)
+    # From arrival to `Engine.begin`, and from there to the end.
     queue_ns: int = field(default=0, init=False)
     compute_ns: int = field(default=0, init=False)
 
@@ -184,7 +188,7 @@ class Forward:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it can be one of `decodes.Decodes`."""
+        """Whether it is a plain decode: see `decodes`."""
         has_more = self.choices or self.parents or self.sample_seeds or self.scored or self.draft_tokens
         return (
             self.kind is Kind.DECODE
@@ -218,12 +222,12 @@ class Chunk:
     """The part of a forward that runs in this step: `count` tokens from `start` on.
 
     Attributes:
-        is_last: Whether it ends the forward.
+        is_last: Whether the forward ends with it.
         has_many: Whether it has more than one token. A GPU has a separate kernel for single tokens.
-        token_ids: The tokens this step appends.
-        rows: The number of its last tokens whose row of logits is computed.
-        wanted: The same as indexes into `token_ids`.
-        output_rows: The number of last rows with an output. The rows before only score the next token.
+        token_ids: The tokens that this step appends.
+        rows: Logits are computed for so many of its last tokens.
+        wanted: The indexes of these in `token_ids`.
+        output_rows: So many of its last rows have an output. The rows before only score the next token.
         cost: Its tokens, and its rows by their weight.
     """
 
@@ -244,25 +248,25 @@ class Chunk:
 
     @property
     def may_be_launched(self) -> bool:
-        """Whether nothing of it is read back, so that a step with it may be followed before it is done."""
+        """Whether a step with it can be launched ahead: no results of it are read back."""
         forward = self.forward
         return not (self.rows or self.is_last or forward.parents or forward.experts is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter that forwards can name: a directory, and the digest of what its files contain."""
+    """An adapter that forwards can name: a directory, and the digest of its files' content."""
 
     number: int
     directory: str
-    # See `content_digest` in workers/common/adapter_files.py. Empty: whatever they contain.
+    # See `content_digest` in workers/common/adapter_files.py. Empty: any content is accepted.
     digest: str = ""
     pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacementRead:
-    """Weights were read: they and their description, or an exception. From the worker's own thread."""
+    """Weights were read: they and their description, or an exception. Sent by the thread that reads."""
 
     op_id: int
     outcome: object
@@ -270,7 +274,7 @@ class ReplacementRead:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRead:
-    """An adapter was read: a `LoadedAdapter`, or why it could not be. From the worker's own thread."""
+    """An adapter was read: a `LoadedAdapter`, or an exception. Sent by the thread that reads."""
 
     number: int
     outcome: object
@@ -280,7 +284,7 @@ class AdapterRead:
 class Reset:
     """The stream has changed: roll back all forwards, drop all results, and report the sequences.
 
-    The server submits it before the commands of a new stream, and when a stream ends (`stream` is 0 then).
+    The server submits it before the commands of a new stream, and with `stream` 0 when a stream ends.
     """
 
     stream: int
@@ -327,12 +331,12 @@ class HeldSequences:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRead:
-    """The answer to weights that were read: the model that they make."""
+    """The answer to a command to read weights: what model they make."""
 
     op_id: int
     # A ModelDescription.
     model: Any
 
 
-# A complete forward is its own result. Those that nothing has to be looked up for are events already.
+# A complete forward is its own result. Results that need no conversion are events already.
 Result = Forward | WorkerEvent | Failed | IntegrityReport | HeldSequences | WeightsRead

@@ -1,4 +1,4 @@
-"""The commands that are no forwards: changes of sequences, of adapters and of weights, checks."""
+"""Carries out all commands but forwards: changes of sequences, adapters and weights; integrity checks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from workers.operations import (
 )
 from workers.prelaunch import Prelauncher
 from workers.scheduler import Scheduler
-from workers.waiting_forwards import WaitingForwards, required
+from workers.waiting_forwards import WaitingForwards, require_adapters
 
 _log = get_logger(__name__)
 
-# What the worker sends to itself, and the server to the loop.
-Internal = Reset | AdapterRead | ReplacementRead
+# Commands that come from this process itself, not from the gateway.
+InternalCommand = Reset | AdapterRead | ReplacementRead
 
 
 class OtherCommands:
-    """Carries them out between steps, while none is in flight. Owns only the integrity checks."""
+    """Carries out commands between steps, while no step is in flight. Owns only the integrity checks."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a step loop
         self,
@@ -51,20 +51,20 @@ class OtherCommands:
         kv_disk: KvDisk | None,
         drafting: Drafts | None,
     ) -> None:
-        """Take the parts of a step loop, which has those that are not None."""
+        """Take the parts of a step loop. None: it has no such part."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._window, self._answers, self._waiting = window, answers, waiting
         self._adapters, self._replacement, self._kv_disk = adapters, replacement, kv_disk
         of_drafts = () if drafting is None else drafting.tables
         self.integrity_checks = IntegrityChecks([engine.kv_table, *of_drafts])
 
-    def carry_out(self, command: WorkerCommand | Internal) -> None:
-        """Carries out a command. An error ends the worker, if it may have left something half done."""
+    def carry_out(self, command: WorkerCommand | InternalCommand) -> None:
+        """Carries out a command. Raises only if something may be half done: then the worker has to end."""
         match command:
             case Reset():
                 self._reset(command)
             case AdapterRead():
-                required(self._adapters).read(command)
+                require_adapters(self._adapters).read(command)
             case ReplacementRead():
                 assert self._replacement is not None
                 self._answers.results += self._replacement.was_read(command)
@@ -92,7 +92,7 @@ class OtherCommands:
                 self._prelauncher.drop_all()
                 results.append(keep_confirmed(self._engine, op_id, command.adopt))
             case "adapter":
-                required(self._adapters).change(op_id, command.adapter)
+                require_adapters(self._adapters).change(op_id, command.adapter)
             case "replace_weights":
                 self._read_weights(op_id, command.replace_weights)
             case kind:
@@ -114,7 +114,7 @@ class OtherCommands:
                     self._window.forget(sequence)
 
     def _abort(self, op_id: int) -> None:
-        """Drops a forward that is queued, between two chunks, or drawing. It gets no answer."""
+        """Drops a forward, wherever it waits or how far it has come. It gets no answer."""
         forward = self._scheduler.remove(op_id)
         if forward is not None and forward.has_begun:
             self._engine.roll_back(forward)
@@ -141,7 +141,7 @@ class OtherCommands:
         self._answers.results = [report_sequences(self._engine, command.stream)]
 
     def _read_weights(self, op_id: int, command: ReplaceWeightsCommand) -> None:
-        """Starts to read other weights, or forgets them."""
+        """Starts to read other weights, or discards them."""
         if self._replacement is None:
             raise ModelError("this model's weights cannot be replaced")
         match command.WhichOneof("step"):
@@ -153,7 +153,7 @@ class OtherCommands:
                 raise ValueError(f"unknown step {step}")
 
     def _apply_weights(self, *, keeps_sequences: bool) -> None:
-        """Puts other weights into place. After an error they may be mixed."""
+        """Replaces the weights by those that were read. After an error, old and new ones may be mixed."""
         assert self._replacement is not None
         self._drop_forwards()
         if not keeps_sequences:
@@ -165,24 +165,24 @@ class OtherCommands:
 
 
 class IntegrityChecks:
-    """Owns the running check of pages and sequences, and the commands that asked for it.
+    """Owns the running check of pages and sequences, and the commands that requested it.
 
     Checking a whole pool takes long, so it is done in slices between steps. Commands that arrive meanwhile
     share the next check.
     """
 
     def __init__(self, tables: Sequence[KvTable]) -> None:
-        """`tables`: what is checked, one after the other."""
+        """`tables`: those to check, one after the other."""
         self._tables = tables
         # The running check, the commands it answers, and those for the next check.
         self._check: Iterator[None] | None = None
         self._checked_for: list[int] = []
         self._next_checked_for: list[int] = []
-        # Whether there is a slice to be checked.
+        # Whether `advance` has a slice to check.
         self.has_work = False
 
     def request(self, op_id: int) -> None:
-        """Check everything for a command, from now on."""
+        """Start a check for a command, now or after the running one."""
         self._next_checked_for.append(op_id)
         self.has_work = True
 

@@ -1,6 +1,6 @@
-"""What is wanted of a row of logits: how its token is chosen, and what is returned. Plain data.
+"""The settings of a row of logits, which say how its token is chosen and what is returned; and the result.
 
-`Forward`s and `Decodes` have these settings, and get a `RowOutput` for each row that has an output.
+Plain data. `Forward` and `Decodes` have these settings, and get a `RowOutput` for each row with an output.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DataType(enum.Enum):
     F16 = enum.auto()
 
 
-# The settings that leave tokens out of a draw, in the order in which they are applied: kernels have it from
-# here, or name this place. A GPU gets a column of each.
+# The settings that exclude tokens from a draw, in the order in which they are applied. Kernels take the order
+# from here, or refer to it. A GPU gets a column of each.
 LIMITS = ("top_k", "top_p", "min_p", "typical_p")
 limits_of = operator.attrgetter(*LIMITS)
 
@@ -51,18 +51,18 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
-    # The first position that frequency and presence penalties count. None: after the prompt.
+    # Frequency and presence penalties count tokens from this position on. None: from the end of the prompt.
     penalty_from: int | None = None
 
     @property
     def has_penalty(self) -> bool:
-        """Whether a penalty is set, so that the tokens of the sequence are needed."""
+        """Whether a penalty is set, which needs the tokens of the sequence."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @property
     def is_limited(self) -> bool:
-        """Whether LIMITS may leave tokens out. They never leave out all."""
+        """Whether LIMITS may exclude tokens. They never exclude all."""
         return self.temperature > 0 and limits_of(self) != _NO_LIMITS
 
     @property
@@ -76,7 +76,7 @@ _NO_LIMITS = limits_of(Sampling())
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """The tokens that may be chosen: `packed` (one bit a token, least significant first) or `allowed` ids."""
+    """The tokens that may be chosen: `packed` (a bit per token, least significant first) or `allowed` ids."""
 
     packed: bytes | None = None
     allowed: Sequence[int] | None = None
@@ -84,7 +84,7 @@ class TokenMask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbabilities:
-    """The distribution from which another model drew a token.
+    """The distribution from which a draft token was drawn.
 
     Attributes:
         ids: [n] int64, ascending; None: all tokens of the vocabulary.
@@ -111,7 +111,8 @@ class HiddenSpec:
         layers: Numbered as in the transformers library: 0 is the embedding, i the output of layer i, and the
             number of layers the last one's after the final norm. At least one.
         number_format: The format in which they are returned.
-        mean: Return the mean over the forward's tokens up to the row, so that the rows of all are computed.
+        mean: Return the mean over the forward's tokens up to the row. Then the rows of all tokens are
+        computed.
     """
 
     layers: Sequence[int]
@@ -129,7 +130,7 @@ class OutputSpec:
     logprob: bool = False
     sampling: Sampling | None = None
     mask: TokenMask | None = None
-    # The log-probability of the chosen token in the distribution that it was drawn from.
+    # The logprob of the chosen token in the distribution that it was drawn from.
     sampled_logprob: bool = False
     hidden: HiddenSpec | None = None
     experts: bool = False
@@ -138,14 +139,14 @@ class OutputSpec:
     # Nothing is prelaunched after one of these tokens.
     end_token_ids: frozenset[int] = frozenset()
 
-    # How many plain rows this row costs, by the data that is read, copied and sent. Logits of a vocabulary
-    # take hundreds of kilobytes, a hidden state tens. Short lists are free.
+    # The cost of such a row, in plain rows, by the data that is read, copied and sent. A row of logits has
+    # hundreds of kilobytes, a hidden state tens. Short lists are free.
     row_weight: int = field(init=False, repr=False, compare=False)
-    # Whether a decode that wants this is plain: see `decodes`. It costs no more than any row.
+    # Whether a decode with these settings is plain: see `decodes`. Its row costs no more than any other.
     is_plain: bool = field(init=False, repr=False, compare=False)
-    # Whether the tokens of the sequence are needed to choose the next one.
+    # Whether choosing the next token needs the tokens of the sequence.
     needs_history: bool = field(init=False, repr=False, compare=False)
-    # Whether nothing but the chosen token is returned.
+    # Whether only the chosen token is returned.
     is_token_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -165,10 +166,10 @@ class OutputSpec:
 GREEDY = OutputSpec()
 
 
-# Without slots: fields that are not arguments then cost nothing until they are set.
+# Without slots, so that fields which are no arguments cost nothing until they are set.
 @dataclass
 class RowOutput:
-    """The results of one row of logits: the token chosen there, and what else was requested."""
+    """The results of one row of logits: the chosen token, and what else was requested."""
 
     token_id: int
     logprob: float | None = field(default=None, init=False)
@@ -182,7 +183,7 @@ class RowOutput:
     # One row for each requested layer, in the requested order and format.
     hidden: Sequence[bytes] = field(default=(), init=False)
     hidden_format: DataType | None = field(default=None, init=False)
-    # For a mean, until they are added: the row's own states, one [hidden width] for each requested layer.
+    # For a mean, until they are summed: the row's own states, one [hidden size] for each requested layer.
     states: Sequence[NDArray[np.float32]] = field(default=(), init=False)
     # See StepOutput in types.proto.
     experts: bytes = field(default=b"", init=False)

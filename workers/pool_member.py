@@ -149,7 +149,7 @@ class PoolMember:
         except _BROKEN as error:
             why = getattr(error, "strerror", None) or "it has closed the connection"
         except Exception:
-            # A bug. Who has started the process starts it again.
+            # A bug. The process is started again by its parent.
             _log.exception("a lease cannot be used", gateway=gateway)
             _end(self.done, EXIT_FAILED)
         finally:
@@ -269,7 +269,7 @@ async def _serve(options: argparse.Namespace, parent: Parent) -> int:
     _alive = None if options.alive_fd is None else asyncio.create_task(_say_alive(options.alive_fd))
     await asyncio.wait((dialling, member.done), return_when=asyncio.FIRST_COMPLETED)
     if dialling.done() and (bug := dialling.exception()) is not None:
-        # Who has started the process starts it again.
+        # The process is started again by its parent.
         _log.error("dialling failed", exc_info=bug)
         return EXIT_FAILED
     return await member.done

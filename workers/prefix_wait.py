@@ -1,11 +1,11 @@
 """Prompts with a common prefix that arrive together: the common pages are computed once.
 
-The prefix cache only has complete pages. A forward that arrives while a page is being computed does not find
-it, and would compute it too. So each forward registers which page it fills next. Another one that needs the
+The prefix cache has only complete pages. A forward that arrives while a page is being computed does not find
+it, and would compute it, too. So each forward registers which page it fills next. Another one that needs the
 same page waits until the first has computed their common tokens, and then finds the pages.
 
-No forward waits for one of lower priority, which may not be scheduled for long. A forward that waits has not
-begun, and one that is waited for has: so there are no cycles.
+No forward waits for one of lower priority, which may not be scheduled for a long time. A forward that waits
+has not begun, and one that is waited for has. So there are no cycles.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ class PrefixWaits:
 
     def __init__(self, kv_table: KvTable) -> None:
         self._kv_table = kv_table
-        # By the digest of the page, which covers all tokens up to its end.
+        # By the digest of the page, which depends on all tokens up to its end.
         self._filling: dict[bytes, Forward] = {}
 
     def progressed(self, forward: Forward) -> None:
-        """Note that a forward has begun, or that some of it was computed."""
+        """Note that a forward has begun, or that a part of it was computed."""
         self.finished(forward)
         page_size = self._kv_table.page_size
         if forward.remaining < page_size or forward.parents:
             # Others cannot reuse a part of a page, nor pages of a token tree, whose tokens may be dropped.
             return
         tokens = forward.token_ids[forward.computed : forward.computed + page_size]
-        digest = self._kv_table.next_digest(forward.kv, tokens)
+        digest = self._kv_table.prefixes.next_digest(forward.kv, tokens)
         if digest is not None and digest not in self._filling:
             self._filling[digest] = forward
             forward.filling_digest = digest
 
     def finished(self, forward: Forward) -> None:
-        """Note that no further page of a forward is computed."""
+        """Note that a forward fills no further page."""
         if forward.filling_digest is not None:
             del self._filling[forward.filling_digest]
             forward.filling_digest = None
@@ -54,7 +54,7 @@ class PrefixWaits:
         sequence = self._kv_table.get(forward.sequence)
         if sequence is not None and len(sequence) != forward.position:
             return False
-        found, digest = self._kv_table.find_prefix(sequence, forward.salt, forward.token_ids, reusable)
+        found, digest = self._kv_table.prefixes.find(sequence, forward.salt, forward.token_ids, reusable)
         first = self._filling.get(digest) if digest is not None else None
         if first is None or first.priority.value < forward.priority.value:
             return False

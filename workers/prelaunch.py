@@ -1,74 +1,62 @@
 """Forwards that are computed before they are requested.
 
-A caller that generates text appends in each step the token that the last step chose. The request for that
-takes some milliseconds: the result goes to the gateway, is made durable there, and goes to the caller, whose
-next append comes back. If a forward says that it will be continued so (`prelaunch`), the next forward is
-queued at once as a *prelaunched* forward. The request, when it arrives, consumes the result. So there is no
+A caller that generates text appends in each step the token that the last step chose. That request takes some
+milliseconds: the result goes to the gateway, becomes durable there, and goes to the caller, whose next append
+then comes back. If a forward says that it will be continued in this way (`prelaunch`), the next forward is
+queued at once as a *prelaunched* forward. When its request arrives, it consumes the result. So there is no
 pause between two steps, and the round trip overlaps with the computation.
 
-`prelaunch` says how many forwards will follow so. If a step is shorter than the round trip, the next ones are
-prelaunched one after another, and a request is answered with all results that are there, as far as it allows:
-their tokens are appended with it. So the answers become longer until the round trip is hidden. This is only
-done in steps of such sequences alone: beside others it would take more steps for as many tokens. While steps
-are far shorter than a message's way, a request is *held* for a moment, so that its answer has several tokens:
-messages take their time from the steps.
+`prelaunch` says how many forwards will follow. If a step is shorter than the round trip, they are prelaunched
+one after another. A request is answered with all results that are ready, as far as it allows, and appends
+their tokens. So answers become longer until the round trip is hidden. This is done only while all sequences
+of a step do so: beside others it would take more steps for the same number of tokens. While steps are far
+shorter than a round trip, a request is *held* for a moment, so that its answer has several tokens: handling
+messages takes time from the steps.
 
-Callers with a loop of their own do not set `prelaunch`. After several such appends in a row, the next one is
-prelaunched too, if that is enabled. On a CPU it is slower: steps compete with the senders of requests.
+Callers with a loop of their own do not set `prelaunch`. After several such appends in a row the next one is
+prelaunched, too, if that is enabled. On a CPU it would be slower: steps compete with the senders of requests.
 
-A prelaunched forward is queued, or runs already, then ready, then consumed or dropped. A sequence has at most
-one that is queued or runs, behind those that are ready. A request for one that runs takes it over, and is
-answered with its step (`consume_running`). Nothing is sent of it before it is requested, so no client sees a
+A prelaunched forward is queued or running, then ready, then consumed or dropped. A sequence has at most one
+that is queued or running, behind those that are ready. A request for a running one takes it over, and is
+answered with its step (`consume_running`). Nothing of it is sent before it is requested, so no client sees a
 token that the journal does not have. Any other command for its sequence first drops it, and then has the same
-effect as if there had been none.
+effect as if it had not existed.
 
-Those of a step are prelaunched and consumed together: all are plain decodes (`decodes`). Who asks for more of
-a row, such as its logits, chooses the next token by what he reads there.
+All prelaunched forwards are plain decodes (`decodes`), which are queued and consumed as columns. Callers that
+request more, such as logits, choose the next token themselves.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from workers import prelaunched_results
 from workers.adapters.table import AdapterTable
 from workers.decodes import NEVER, NO_DECODES, Column, Decodes, Mask
 from workers.executors.engine import Engine
 from workers.operations import Accept, Forward, Kind
-from workers.outputs import OutputSpec, RowOutput
+from workers.outputs import OutputSpec
+from workers.prelaunched_results import ReadyResults
 from workers.scheduler import Scheduler
 
-# A result that is not requested within this time is dropped. Until then its sequence holds one more token.
+# A result that is not requested within this time is dropped. Until then its sequence has an extra token.
 HOLD_TIMEOUT_S = 1.0
 # After so many appends of the chosen token in a row, the next one is prelaunched without `prelaunch`.
 _REPEATS_BEFORE_PRELAUNCH = 3
 
-# For how long a request is held, and the longest step beside which that is done.
+# How long a request is held. Requests are not held if steps take longer than _LONGEST_STEP_NS.
 _HOLD_REQUEST_NS = 4_000_000
 _LONGEST_STEP_NS = _HOLD_REQUEST_NS // 2
 
-# What a request must have: position, token, output and prompt_len. The priority does not matter any more.
+# What a request must have to consume a result: position, token, output and prompt_len.
 _Expected = tuple[int, int, OutputSpec, int]
 
 
-class _Ready(NamedTuple):
-    """The result of a prelaunched forward, which was computed at `since_ns`."""
-
-    position: int
-    token_id: int
-    output: RowOutput
-    compute_ns: int
-    batch_items: int
-    since_ns: int
-
-
 class Prelauncher:
-    """Owner of the prelaunched forwards. Those that are queued are in the scheduler, under their callers."""
+    """Owner of the prelaunched forwards. Queued ones are in the scheduler, and count for their callers."""
 
     def __init__(
         self,
@@ -79,9 +67,9 @@ class Prelauncher:
         *,
         prelaunch_unrequested: bool,
     ) -> None:
-        """`max_seq_tokens`: no forward beyond it is prelaunched; the gateway checks those that are requested.
+        """`max_seq_tokens`: no longer sequence is prelaunched; the gateway checks requested forwards.
 
-        `prelaunch_unrequested`: also prelaunch without the caller's `prelaunch`, after enough repeats.
+        `prelaunch_unrequested`: also prelaunch for callers that do not set `prelaunch`, after enough repeats.
         """
         self._engine = engine
         self._scheduler = scheduler
@@ -89,50 +77,52 @@ class Prelauncher:
         self._max_seq_tokens = max_seq_tokens
         self.prelaunch_unrequested = prelaunch_unrequested
         self._next_id = -1
-        # All by sequence. What its next request has to be; and how many in a row were so.
+        # All of these by sequence. What the next request has to be, and how many requests in a row were so.
         self.expected: dict[int, _Expected] = {}
         self._repeats: dict[int, int] = {}
-        # The position of the last forward that may be prelaunched before another one is requested.
+        # The last position that may be prelaunched before another request arrives.
         self._last: dict[int, int] = {}
-        # Its prelaunched forwards are in these, and their requests are expected: the op id, from when it is
-        # queued or launched until its result is there or it is requested; and the results, in order of their
-        # positions. Of the sequences those that were ready first come first.
+        # The op id of the prelaunched forward that is queued or running and was not requested yet.
         self.queued: dict[int, int] = {}
-        self.ready: dict[int, deque[_Ready]] = {}
-        # Requests that are held, by sequence, and until when. How long the last prelaunched step took.
+        # The results.
+        self.ready: ReadyResults = {}
+        # Held requests, and until when.
         self.held: dict[int, tuple[Decodes, int]] = {}
+        # How long the last prelaunched step took.
         self._step_ns = _HOLD_REQUEST_NS
-        # One that has begun in this step, and so holds pages.
+        # A prelaunched forward that has begun in this step, and so holds pages.
         self._begun: Forward | None = None
-        # A requested forward needs pages of prelaunched ones: none begins in this step, or the next one.
+        # Whether no prelaunched forward may begin in this step, or in the next one, since a requested forward
+        # needs the pages.
         self._is_paused = self.has_to_wait = False
 
     def may_follow(self, *, wanted: bool) -> bool:
-        """Whether `follow` may have an effect. `wanted`: whether one of its decodes wants it."""
+        """Whether `follow` may have an effect. `wanted`: whether one of its decodes has set `prelaunch`."""
         return wanted or self.prelaunch_unrequested or bool(self.expected)
 
     def follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> Collection[int]:
-        """Queue the decodes that are expected after answers. Returns the sequences for which none is queued.
-
-        Those whose adapter has no slot now are not queued.
+        """Queue the decodes that are expected after `decodes` were answered.
 
         `launched`: those of `next_decodes`, if they run already.
+
+        Returns the sequences for which none is queued: nothing is expected, there is no room, or their
+        adapter has no slot now.
         """
         sequences = decodes.sequences
         self._forget_expected(sequences)
         if any(decodes.columns[Column.ADAPTER].tolist()):
             assert self._adapters is not None, "others were refused"
             decodes = decodes.take(self._adapters.assign_slots(decodes))
-        # Also behind an end, where what runs already is dropped if another token is requested.
+        # After an end token nothing is queued, but a decode that runs already may still be requested.
         following, is_expected = self._following(decodes), self._followed(decodes)
         is_followed = is_expected & ~_ends(decodes)
         if self.prelaunch_unrequested:
-            # Whether a caller appends the chosen token is learned from each request.
+            # Expect a request of every sequence, to learn whether its caller appends the chosen token.
             is_expected = decodes.columns[Column.POSITION] + 1 < self._max_seq_tokens
         self._expect(following.take(is_expected))
         for sequence in decodes.take(~is_expected).sequences if self._repeats else ():
             self._repeats.pop(sequence, None)
-        # Behind an end nothing is computed but what runs already.
+        # After an end token nothing more is computed.
         self._set_last(decodes.take(is_expected & ~_ends(decodes)))
         if launched.size:
             self.queued.update(zip(launched.sequences, launched.column(Column.OP_ID), strict=True))
@@ -145,9 +135,9 @@ class Prelauncher:
         self._last.update(zip(decodes.sequences, last.tolist(), strict=True))
 
     def _queue(self, decodes: Decodes) -> None:
-        """Queue as many as the next step has room for.
+        """Queue as many decodes as the next step has room for.
 
-        The requests for others would arrive first, and their callers pay for both.
+        Requests for the others would arrive before they run, and their callers would be charged for both.
         """
         room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
         queued = decodes.take(np.arange(decodes.size) < room)
@@ -157,14 +147,11 @@ class Prelauncher:
         self.queued.update(zip(queued.sequences, queued.column(Column.OP_ID), strict=True))
 
     def next_decodes(self, decodes: Decodes) -> Decodes:
-        """The next decodes, where they are prelaunched, of sequences whose decodes run and were requested.
-
-        Their tokens are not known yet.
-        """
+        """The decodes to prelaunch after running, requested decodes. Their tokens are not known yet."""
         return self._following(decodes).take(self._followed(decodes))
 
     def _followed(self, decodes: Decodes) -> Mask:
-        """Which have a next one that is prelaunched: as the caller wants it, or after enough repeats."""
+        """[N] bool, after which decodes to prelaunch: where the caller wants it, or after enough repeats."""
         wanted = decodes.columns[Column.PRELAUNCH] != 0
         if self.prelaunch_unrequested:
             repeats = [self._repeats.get(sequence, 0) for sequence in decodes.sequences]
@@ -173,15 +160,15 @@ class Prelauncher:
         return followed
 
     def consume_running(self, running: Decodes, requests: Decodes) -> bool:
-        """Let prelaunched decodes that run become those of requests.
+        """Let requests take over prelaunched decodes that are running.
 
-        False, without an effect: not all of these are among them, and as they were expected.
+        False, without an effect, unless all requests are for running decodes, and as expected.
         """
         sequences = requests.sequences
         if list(map(self.expected.get, sequences)) != list(_requests(requests)):
             return False
         places = dict(zip(running.sequences, range(running.size), strict=True))
-        # A request for one that is ready comes before that for the one that runs.
+        # A sequence with ready results: the request is for these, not for the running decode.
         awaited = [each for each in sequences if each in self.queued and each not in self.ready]
         at = [places.get(sequence, -1) for sequence in awaited]
         if len(at) < requests.size or -1 in at or len(set(at)) < len(at):
@@ -200,7 +187,7 @@ class Prelauncher:
             self._repeats[sequence] = self._repeats.get(sequence, 0) + 1
 
     def _following(self, decodes: Decodes) -> Decodes:
-        """The next decodes of these sequences, with the tokens that were chosen, if they are known."""
+        """The next decodes of these sequences, with the chosen tokens if they are known."""
         columns = decodes.columns.copy()
         columns[Column.OP_ID] = self._new_ids(decodes.size)
         columns[Column.POSITION] += 1
@@ -217,12 +204,12 @@ class Prelauncher:
         self.expected.update(zip(decodes.sequences, _requests(decodes), strict=True))
 
     def _forget_expected(self, sequences: Sequence[int]) -> None:
-        """Expect nothing of sequences that are answered. They were queued while something was expected."""
+        """Expect nothing of sequences that were answered without using what was prelaunched for them."""
         for sequence in sequences if self.expected else ():
             self.expected.pop(sequence, None)
             self._last.pop(sequence, None)
         if self.queued or self.ready:
-            # It continues an earlier state of the sequence.
+            # What is prelaunched continues an earlier state of the sequence.
             self._cancel(sequences)
 
     def next_step(self) -> None:
@@ -231,7 +218,7 @@ class Prelauncher:
         self._is_paused, self.has_to_wait = self.has_to_wait, False
 
     def all_requested(self) -> None:
-        """Note that all decodes that run are requested: nobody waits for their pages."""
+        """Note that all running decodes were requested: nobody waits for their pages."""
         self._begun = None
 
     def may_begin(self, prelaunched: Forward) -> bool:
@@ -241,7 +228,7 @@ class Prelauncher:
         return not self._is_paused
 
     def begin(self, decodes: Decodes) -> Mask:
-        """As `Engine.begin_decodes`, without prelaunched ones while these may not take pages."""
+        """As `Engine.begin_decodes`, but no prelaunched decode begins while these may not take pages."""
         prelaunched = decodes.prelaunched
         allowed = ~prelaunched if self._is_paused else np.ones(decodes.size, np.bool_)
         begun = self._engine.begin_decodes(decodes, allowed)
@@ -251,19 +238,13 @@ class Prelauncher:
         return begun
 
     def mark_ready(self, decodes: Decodes, *, go_on: bool) -> None:
-        """Keep the results of prelaunched decodes. `go_on`: prelaunch what may follow before a request."""
-        now_ns, sequences = time.monotonic_ns(), decodes.sequences
-        for sequence in sequences:
+        """Keep the results of prelaunched decodes. `go_on`: prelaunch the next ones."""
+        for sequence in decodes.sequences:
             del self.queued[sequence]
-        of_results = [Column.POSITION, Column.CHOSEN, Column.COMPUTE_NS, Column.BATCH_ITEMS]
-        positions, tokens, compute_ns, items = decodes.columns[of_results].tolist()
-        outputs = decodes.row_outputs or map(RowOutput, tokens)
-        results = map(_Ready, positions, tokens, outputs, compute_ns, items, repeat(now_ns))
-        for sequence, result in zip(sequences, results, strict=False):
-            self.ready.setdefault(sequence, deque()).append(result)
-        self._step_ns = max(compute_ns, default=self._step_ns)
+        prelaunched_results.keep(self.ready, decodes)
+        self._step_ns = max(decodes.column(Column.COMPUTE_NS), default=self._step_ns)
         if go_on:
-            last = np.array([self._last.get(sequence, 0) for sequence in sequences])
+            last = np.array([self._last.get(sequence, 0) for sequence in decodes.sequences])
             may_follow = (decodes.columns[Column.POSITION] < last) & (decodes.columns[Column.ADAPTER] == 0)
             may_follow &= (decodes.columns[Column.POSITION] + 1 < self._max_seq_tokens) & ~_ends(decodes)
             self._queue(self._following(decodes.take(may_follow)) if any(may_follow) else NO_DECODES)
@@ -273,7 +254,7 @@ class Prelauncher:
         del self.queued[prelaunched.sequence]
 
     def are_ready(self, requests: Decodes) -> Mask:
-        """Which of these are as expected, and have their results."""
+        """[N] bool, which requests are as expected and have their results ready."""
         sequences = requests.sequences
         known = map(self.expected.get, sequences)
         found = [
@@ -283,7 +264,7 @@ class Prelauncher:
         return np.array(found, np.bool_)
 
     def hold(self, decodes: Decodes, now_ns: int) -> Decodes:
-        """Hold requests for which more is about to be ready. Returns the others."""
+        """Hold requests for which more results are about to be ready. Returns the others."""
         if self._step_ns > _LONGEST_STEP_NS or not (self.queued and decodes.size):
             return decodes
         zipped = zip(decodes.sequences, _requests(decodes), decodes.column(Column.PRELAUNCH), strict=True)
@@ -295,11 +276,11 @@ class Prelauncher:
         ]
         for index, sequence in enumerate(decodes.sequences):
             if is_held[index]:
-                self.held[sequence] = decodes.in_order(np.array([index])), now_ns + _HOLD_REQUEST_NS
+                self.held[sequence] = decodes.select(np.array([index])), now_ns + _HOLD_REQUEST_NS
         return decodes.take(~np.array(is_held, np.bool_))
 
     def release_held(self, now_ns: int | None = None) -> Decodes:
-        """Hold some requests no longer, and return them: those that are due at `now_ns`. None: all."""
+        """Stop holding the requests that are due at `now_ns` (None: all), and return them."""
         if not self.held:
             return NO_DECODES
         released = [
@@ -315,11 +296,12 @@ class Prelauncher:
         return Decodes.joined([self.held.pop(sequence)[0] for sequence in released])
 
     def consume(self, decodes: Decodes) -> tuple[Sequence[Decodes | Forward], Decodes, Decodes]:
-        """Take the results of requested decodes that were prelaunched and are ready.
+        """Answer requests whose results are ready. Drops what was prelaunched for the others.
 
-        Returns their answers; those after which nothing is prelaunched yet, as the last decode that was
-        answered of each; and the requests without a result. There is no prelaunched forward of the sequences
-        of these afterwards.
+        Returns:
+            The answers.
+            For the answered sequences that have nothing else prelaunched: the last decode of each answer.
+            The requests without a result.
         """
         sequences, requests = decodes.sequences, list(_requests(decodes))
         known = list(map(self.expected.get, sequences))
@@ -329,53 +311,19 @@ class Prelauncher:
         if known != requests:
             zipped = zip(sequences, known, requests, strict=True)
             self.drop([sequence for sequence, one, request in zipped if one and one != request])
-        # Those that are left are as they were expected.
+        # What is still prelaunched is as requested.
         ready = [sequence in self.ready for sequence in sequences]
         if not all(ready):
             self._cancel([each for each, is_ready in zip(sequences, ready, strict=True) if not is_ready])
             if not any(ready):
                 return (), NO_DECODES, decodes
         found = np.array(ready, np.bool_)
-        answers, last = self._take_ready(decodes.take(found))
+        answers, last = prelaunched_results.answer(self.ready, decodes.take(found))
+        self._engine.stats.count_decodes(last.columns[Column.COMPUTE_NS].tolist())
         return answers, self._still_to_follow(last), decodes.take(~found)
 
-    def _take_ready(self, done: Decodes) -> tuple[Sequence[Decodes | Forward], Decodes]:
-        """The answers to these, and the last decode that was answered of each."""
-        taken = [
-            self._take_results(sequence, most)
-            for sequence, most in zip(done.sequences, done.column(Column.PRELAUNCH), strict=True)
-        ]
-        last = [results[-1] for results in taken]
-        done.columns[Column.CHOSEN] = [result.token_id for result in last]
-        done.columns[Column.COMPUTE_NS] = [sum(result.compute_ns for result in results) for results in taken]
-        done.columns[Column.BATCH_ITEMS] = [result.batch_items for result in last]
-        if not all(spec.is_token_only for spec in done.kinds):
-            done.row_outputs = [result.output for result in last]
-        self._engine.stats.count_decodes(done.columns[Column.COMPUTE_NS].tolist())
-        has_more = np.array([len(results) > 1 for results in taken], np.bool_)
-        if not any(has_more):
-            return (done,), done
-        answers: list[Decodes | Forward] = [done.take(~has_more)] if not all(has_more) else []
-        answers += [
-            _answered_with(done.forward(index), taken[index], int(done.columns[Column.COMPUTE_NS, index]))
-            for index in has_more.nonzero()[0].tolist()
-        ]
-        # The answers to the others are made of this, too, but not of these columns.
-        for index in has_more.nonzero()[0].tolist():
-            done.columns[Column.POSITION, index] = last[index].position
-            done.columns[Column.TOKEN, index] = taken[index][-2].token_id
-            done.columns[Column.PRELAUNCH, index] -= len(taken[index]) - 1
-        return answers, done
-
-    def _take_results(self, sequence: int, most: int) -> list[_Ready]:
-        results = self.ready[sequence]
-        taken = [results.popleft() for _ in range(min(max(1, most), len(results)))]
-        if not results:
-            del self.ready[sequence]
-        return taken
-
     def _still_to_follow(self, answered: Decodes) -> Decodes:
-        """Which have nothing prelaunched. Of the others, expect the request for that."""
+        """The decodes after which nothing is prelaunched. Expects a request after each of the others."""
         sequences = answered.sequences
         has_next = np.array([each in self.queued or each in self.ready for each in sequences], np.bool_)
         if not any(has_next):
@@ -386,7 +334,7 @@ class Prelauncher:
         return answered.take(~has_next)
 
     def drop(self, sequences: Iterable[int]) -> None:
-        """Undo what was prelaunched for these sequences, and expect no further forwards of them."""
+        """Undo what was prelaunched for these sequences, and expect no requests of them."""
         sequences = list(sequences)
         for sequence in sequences:
             self.expected.pop(sequence, None)
@@ -399,10 +347,10 @@ class Prelauncher:
         self.drop(self.expected)
 
     def free_pages(self) -> bool:
-        """Drop what is ready, to free its pages. Returns whether there was any.
+        """Drop ready results, to free their pages. Returns whether there were any.
 
-        Queued forwards stay, and what is ready before them: the scheduler may be in the middle of a step. If
-        none may begin in this one, they are forgotten, so that nothing has to stay.
+        Sequences with a queued forward keep their results, since the scheduler may be choosing a step with
+        it. Unless no prelaunched forward may begin in this step: then all results are dropped.
         """
         freed = [sequence for sequence in self.ready if self._is_paused or sequence not in self.queued]
         for sequence in freed:
@@ -410,9 +358,9 @@ class Prelauncher:
         return bool(freed)
 
     def wait_for_pages(self, op: Forward) -> bool:
-        """Let a forward wait for pages that prelaunched forwards of this step hold. False: none holds any.
+        """Let a forward wait for pages that prelaunched forwards of this step hold. False: they hold none.
 
-        In the next step it gets those pages before any prelaunched forward does.
+        In the next step, no prelaunched forward can take pages before it.
         """
         if self._begun is None:
             return False
@@ -424,7 +372,7 @@ class Prelauncher:
         """Drop results that were not requested in time."""
         timeout_ns = int(HOLD_TIMEOUT_S * 1e9)
         for sequence, results in list(self.ready.items()):
-            # What is queued behind it may run.
+            # A forward that is queued behind the results may be running.
             if now_ns - results[0].since_ns >= timeout_ns and sequence not in self.queued:
                 self.drop([sequence])
 
@@ -443,7 +391,7 @@ class Prelauncher:
 
 
 def _requests(decodes: Decodes) -> Iterable[_Expected]:
-    """What a request has to be to be that of one of these."""
+    """What a request for each of these has to be."""
     column = decodes.column
     return zip(
         column(Column.POSITION), column(Column.TOKEN), decodes.outputs, column(Column.PROMPT_LEN), strict=True
@@ -451,27 +399,18 @@ def _requests(decodes: Decodes) -> Iterable[_Expected]:
 
 
 def _ends(decodes: Decodes) -> Mask:
-    """Which have chosen a token after which nothing is prelaunched."""
-    if not any(spec.end_token_ids for spec in decodes.kinds):
+    """[N] bool, which decodes have chosen an end token, after which nothing is prelaunched."""
+    if not any(spec.end_token_ids for spec in decodes.distinct_outputs):
         return np.zeros(decodes.size, np.bool_)
     chosen = decodes.column(Column.CHOSEN)
     found = [token in spec.end_token_ids for token, spec in zip(chosen, decodes.outputs, strict=True)]
     return np.array(found, np.bool_)
 
 
-def _answered_with(request: Forward, results: Sequence[_Ready], compute_ns: int) -> Forward:
-    """A requested decode with its result, and those of the decodes that follow it."""
-    request.outputs = [result.output for result in results]
-    request.appended = [result.token_id for result in results[:-1]]
-    request.kept = request.steps = len(results)
-    request.compute_ns, request.batch_items = compute_ns, results[-1].batch_items
-    return request
-
-
 def may_be_continued(op: Forward) -> bool:
-    """Whether the caller of a forward may append the token that it chose.
+    """Whether the caller of a forward may append the chosen token next.
 
-    Not if it asks for logits or hidden states: such a caller chooses tokens itself, and rows are large.
+    Not if it requests logits or hidden states: such callers choose tokens themselves, and the rows are large.
     """
     return (
         op.output.is_plain

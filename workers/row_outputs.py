@@ -1,8 +1,8 @@
-"""The outputs of rows: log-probabilities, entropy, likely tokens, logits, hidden states and experts.
+"""The outputs of rows: logprobs, entropy, most likely tokens, logits, hidden states and experts.
 
-Log-probabilities are those of the model's own distribution: the log-softmax of the logits before any sampling
-setting, in float32, or where kernels are compiled in float64, rounded. Each row's numbers are bitwise
-independent of the other rows.
+Logprobs are of the model's own distribution: the log-softmax of the logits before any sampling setting. They
+are computed in float32, or with compiled kernels in float64 and then rounded. The bits of each row do not
+depend on the other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers.sampling import BadLogitsError, best_k
 # Rows whose log-softmax is in memory at once: 10 MB for a vocabulary of 152k.
 _ROWS_AT_A_TIME = 16
 
-# More than are wanted are looked at, since equal logits at the end have to be ordered by id.
+# So many more tokens are taken than requested, since equal logits at the end have to be ordered by id.
 _SPARE_TOP = 8
 
 # For each format: the number type, an integer type of its size (numpy has no bfloat16), its name in numpy.
@@ -40,8 +40,8 @@ _ENCODINGS = {
 def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -> list[RowOutput]:
     """One RowOutput for each row, with what its spec requests.
 
-    `top_ids` are ordered by logit, the lower id first among equals, so the greedy token is always the first
-    (two logits may differ by less than their log-probabilities resolve). There are V of them at most.
+    `top_ids` are ordered by logit, the lower id first among equals. So the greedy token is always the first,
+    even if the logprobs of two different logits are equal. There are at most V of them.
 
     Args:
         logits: [R, V] floating point, the model's own, rows accepted by `choose_tokens`. Not modified.
@@ -77,7 +77,7 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """For given tokens: the log-probability (-inf: impossible), and whether no other was more likely."""
+    """For given tokens: the logprob (-inf: impossible), and whether no other token was more likely."""
 
     logprobs: list[float]
     is_argmax: list[bool]
@@ -116,7 +116,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> TokenScores:
 def add_captured(
     outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], capture: RowCapture, num_experts: int
 ) -> None:
-    """Add what was captured of the model, which has so many experts in a layer, to the outputs."""
+    """Add captured hidden states and experts to the outputs. `num_experts`: in each layer."""
     _add_hidden(outputs, specs, capture.found)
     if capture.expert_rows:
         _add_experts(outputs, specs, capture.experts, num_experts)
@@ -125,14 +125,14 @@ def add_captured(
 def _add_hidden(
     outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Mapping[int, Tensor]
 ) -> None:
-    """Set the hidden states that specs request. Those of means are left in `states`: see `add_means`.
+    """Set the hidden states that specs request. For means they are left in `states`: see `add_means`.
 
     Args:
         outputs: R of them. Mutated.
         specs: R of them.
         found: By layer, [K, C] for the rows whose specs name the layer, in the order of the rows.
     """
-    # One transfer for each layer.
+    # One copy to the host for each layer.
     remaining = {layer: iter(states.cpu()) for layer, states in found.items()}
     for output, spec in zip(outputs, specs, strict=True):
         if spec.hidden is not None:
@@ -147,14 +147,14 @@ def _add_hidden(
 
 
 def add_means(forward: Forward, outputs: Sequence[RowOutput], count: int) -> None:
-    """Set the hidden states of a chunk's last rows to the means of those of the forward's tokens up to each.
+    """Set the hidden states of a chunk's last rows to the means over the forward's tokens up to each row.
 
-    They are added one after the other, so that the bits do not depend on the chunks.
+    States are added one after the other, so that the bits do not depend on the chunks.
 
     Args:
-        forward: It requests means. Mutated: what its chunk adds to the sums.
-        outputs: Those of all tokens of its next chunk, not yet appended, with their `states`. Mutated.
-        count: How many of them, the last ones, are returned.
+        forward: A forward that requests means. Its sums are mutated.
+        outputs: Of all tokens of its next chunk, which is not appended yet, with their `states`. Mutated.
+        count: The means of so many last ones are set.
     """
     spec = forward.output.hidden
     assert spec is not None
@@ -192,7 +192,7 @@ def _add_experts(
 
 
 def encode_row(row: Tensor, number_format: DataType) -> bytes:
-    """One row ([N]) as little-endian numbers, rounded to nearest. F16 makes inf of 65520 and more."""
+    """One row ([N]) as little-endian numbers, rounded to nearest. In F16, 65520 and more become inf."""
     dtype, same_size, little_endian = _ENCODINGS[number_format]
     bits = row.to(dtype).contiguous().view(same_size).cpu().numpy()
     return bits.astype(little_endian, copy=False).tobytes()
@@ -206,7 +206,7 @@ def _some_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """The log-probabilities of some tokens. NaN in rows with NaN or +infinity, or only -infinity.
+    """The logprobs of some tokens. NaN in rows with NaN or +infinity, or only -infinity.
 
     Args:
         logits: [n, V] floating point. Not modified.
@@ -223,12 +223,12 @@ def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
 def entropy(logits: Tensor) -> float:
     """The entropy of softmax(logits) in nats, for one row ([V]).
 
-    In float64, so that the order of sums, which depends on the CPU, hardly ever shows in float32.
+    In float64: the order of sums depends on the CPU, which then hardly ever changes the result in float32.
     """
     shifted = logits.double() - logits.max().double()
     weights = shifted.exp()
     total = weights.sum()
-    # A token that cannot be chosen adds nothing.
+    # Impossible tokens add nothing.
     mean = torch.where(weights > 0, weights * shifted, 0.0).sum() / total
     return max(0.0, float(total.log() - mean))
 
@@ -237,13 +237,14 @@ def _log_softmax(logits: Tensor) -> Tensor:
     """[n, V] float32 -> [n, V], each row independent of the others."""
     vocab = logits.shape[1]
     if logits.is_cuda and vocab % 4:
-        # torch divides the sum of a row among threads by the row's alignment to 16 bytes. Make all the same.
+        # torch splits the sum of a row by its alignment to 16 bytes. Padding gives all rows the same
+        # alignment.
         logits = functional.pad(logits, (0, -vocab % 4), value=-math.inf)
     return torch.log_softmax(logits, dim=-1)[:, :vocab]
 
 
 def _listed_ids(specs: Sequence[OutputSpec], vocab: int) -> dict[int, list[int]]:
-    """By id of a spec, which rows of a request share: its `logprob_token_ids`.
+    """The `logprob_token_ids` of each spec, by `id(spec)`: rows of a request share a spec.
 
     Raises ValueError for an id that is not in the vocabulary.
     """
@@ -272,7 +273,7 @@ def best_ids(logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
     for row, count in enumerate(counts):
         count = min(count, int(np.isfinite(values[row]).sum()))  # noqa: PLW2901 - of possible tokens
         if count and width < vocab and values[row, count - 1] == values[row, -1]:
-            # More are equal to the last one than were looked at: any of them can have the lowest id.
+            # More tokens are equal to the last one than were taken: any of them can have the lowest id.
             best.append(best_k(logits[row].float().cpu().numpy(), count).tolist())
         else:
             best.append(ids[row, :count].tolist())
@@ -289,7 +290,7 @@ def _add_top_ids(
     if logits.is_cuda:
         best = best_ids(some, counts)
     else:
-        # Torch's top-k takes longer there than this.
+        # On a CPU this is faster than torch's top-k.
         best = [best_k(row, count).tolist() for row, count in zip(some.float().numpy(), counts, strict=True)]
     for row, top_ids in zip(rows, best, strict=True):
         outputs[row].top_ids = top_ids
@@ -302,7 +303,7 @@ def _add_logprobs(
     rows: Sequence[int],
     listed: Mapping[int, list[int]],
 ) -> None:
-    """Set the log-probabilities that these rows' specs request, with one gather. `top_ids` are set."""
+    """Set the logprobs that these rows' specs request, with one gather. `top_ids` must be set."""
     ids = [[outputs[row].token_id, *outputs[row].top_ids, *listed.get(id(specs[row]), ())] for row in rows]
     width = max(map(len, ids))
     index = torch.tensor([own + [0] * (width - len(own)) for own in ids], device=logits.device)  # [n, width]

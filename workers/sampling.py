@@ -1,10 +1,11 @@
-"""Chooses tokens from logits: the settings of `Sampling` and `TokenMask`, then a greedy or random choice.
+"""Chooses tokens from logits: applies `Sampling` and `TokenMask`, then makes a greedy or random choice.
 
 Each row is chosen independently. Its token is a pure function of its logits, settings, seed and position. It
 does not depend on the rest of the batch or on earlier draws. `Sampling` says in which order settings apply.
-Among equal logits the lowest id comes first, in the choice and in every "most likely".
+Among equal logits the lowest id counts as the most likely.
 
-On the CPU one compiled call chooses for all rows, or `numpy_choice`, row by row, where nothing is compiled.
+On the CPU one compiled call chooses for all rows. If no kernels are compiled, `numpy_choice` does it row by
+row.
 
 The gateway checks the ranges of settings. Token ids beyond the vocabulary are ignored here, so that one row
 cannot make the batch fail with an index error.
@@ -38,14 +39,14 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Independent draws of another model, and their distribution. The first acceptable one is kept."""
+    """Independent draft tokens for one position, and their distribution. The first acceptable is kept."""
 
     token_ids: Sequence[int]
     drawn_from: DraftProbabilities
 
 
 class SamplingError(Exception):
-    """No token can be chosen for some rows. To choose for the others, call again without `rows`.
+    """No token can be chosen for the rows in `rows`. To choose for the others, call again without these.
 
     SamplingError
     ├── BadLogitsError       (also a FloatingPointError): the model's logits are unusable
@@ -73,18 +74,18 @@ class NothingAllowedError(SamplingError, ValueError):
 
 @dataclass(slots=True)
 class SamplingRow:
-    """How the token of one row is chosen. Not modified; to make frozen ones takes five times as long.
+    """How the token of one row is chosen. Not modified, but not frozen: that would take five times as long.
 
     Attributes:
-        spec: None is greedy.
-        mask: None allows every token.
-        position: of the chosen token in its sequence; it determines the draw.
-        history: the tokens of the sequence before it; only used for penalties. Rows of one forward share it,
-            so it may contain later tokens too.
-        history_len: how many tokens of `history` are before it; None: all.
-        draft: the drafts for this position; `distribution` chooses then.
-        path: the tokens between `history` and this one, in a token tree.
-        prompt_len: how many tokens of `history` frequency and presence penalties do not count.
+        spec: None: greedy.
+        mask: None: every token is allowed.
+        position: Of the chosen token in its sequence. It determines the draw.
+        history: The tokens of the sequence before it, for penalties. Rows of one forward share it, so it may
+            contain later tokens, too.
+        history_len: How many tokens of `history` are before it. None: all.
+        draft: The drafts for this position. Then `distribution` chooses.
+        path: In a token tree, the tokens between `history` and this one.
+        prompt_len: Frequency and presence penalties do not count so many first tokens of `history`.
     """
 
     spec: Sampling | None = None
@@ -119,7 +120,7 @@ def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if bad:
         raise BadLogitsError(bad)
 
-    # Most rows have no settings, which saves a call for each.
+    # Most rows have no settings: checking that first saves a call for each.
     others = [
         index
         for index, row in enumerate(rows)
@@ -164,8 +165,8 @@ def best_k(row: Row, k: int) -> Ids:
     Returns:
         At most k ids: tokens with a logit of -infinity are left out.
     """
-    # The row is divided into groups. At least k tokens reach the k-th largest of the groups' maxima, and few
-    # more do: so there is little to sort, and finding it reads the row once or twice.
+    # The row is divided into groups. At least k tokens, and few more, reach the k-th largest of the groups'
+    # maxima. So there is little to sort, and the row is read once or twice.
     bound = np.float32(_NEG_INF)
     group = min(256, len(row) // (2 * k))
     if group >= 8:
@@ -177,7 +178,7 @@ def best_k(row: Row, k: int) -> Ids:
 
 
 def _argmax_rows(logits: Tensor) -> tuple[Tensor, list[int]]:
-    """The lowest id of the largest logit of each row: [R] int64. And the rows where that is not finite.
+    """[R] int64, the lowest id of each row's largest logit; and the rows where that logit is not finite.
 
     NaN counts as the largest.
     """
@@ -196,7 +197,7 @@ def _column(table: Mapping[int, float], ids: Ids) -> Reals:
 
 
 def choose_rows(logits: Tensor, choices: Mapping[int, RowChoice]) -> None:
-    """Choose tokens for some rows on the host, as their choices say. Mutates the results in `choices`.
+    """Choose tokens for some rows on the host. Writes the results into `choices`.
 
     Args:
         logits: [R, V], any floating dtype and device. Not modified.
@@ -207,7 +208,7 @@ def choose_rows(logits: Tensor, choices: Mapping[int, RowChoice]) -> None:
 
 
 class RowChoices:
-    """Describes rows of one step to `choose_rows`. What rows share is decoded once."""
+    """Makes the arguments of `choose_rows`. Decodes masks and histories that rows share only once."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -216,7 +217,7 @@ class RowChoices:
         self._histories: dict[int, tuple[object, Ids]] = {}
 
     def choice(self, row: SamplingRow) -> RowChoice:
-        """The row's settings. The caller adds `keys` or `tokens`, drafts, and what it wants."""
+        """The row's settings. The caller adds `keys` or `tokens`, drafts, and which results it wants."""
         spec = row.spec or _GREEDY
         choice = RowChoice(
             temperature=spec.temperature,

@@ -1,9 +1,9 @@
-"""What runs in the next step: plain decodes, and chunks of queued forwards.
+"""Chooses what runs in the next step: plain decodes, and chunks of queued forwards.
 
-Plain decodes come as columns (`decodes`), and are in no queue unless there is something to choose: a step
-that has room for all short forwards, and limits no caller, takes all of them at once (ADRs 31 and 34). All
-else is queued (`forward_queues`): prompts, which are cut into chunks, what takes several rows, and plain
-decodes that have to wait for another forward of their sequence, for their turn, or for pages.
+Plain decodes come as columns (`decodes`). If a step has room for all short forwards and limits no caller, it
+takes all plain decodes at once, and they are never queued (ADRs 31 and 34). Everything else is queued
+(`forward_queues`): prompts, which are cut into chunks; forwards with several rows; and plain decodes that
+have to wait for another forward of their sequence, for their turn, or for pages.
 
 No pages, tensors or clocks here.
 """
@@ -19,13 +19,12 @@ from workers.decodes import NEVER, NO_DECODES, Column, Decodes, Mask
 from workers.forward_queues import DECODES, LONG_SHARE, SHORT_TOKENS, Begin, Capacity, ForwardQueues
 from workers.operations import Chunk, Forward
 
-# Begins those of some plain decodes that it can without further ado, and returns which. The others wait in
-# the queue, and are begun one by one.
+# Begins plain decodes, and returns which of them have begun. The others are queued, and begin one by one.
 BeginAll = Callable[[Decodes], Mask]
 
 
 class _WaitingDecodes:
-    """Plain decodes that are in no queue of the scheduler, because a step most likely takes all of them.
+    """Plain decodes that are not queued, because the next step will most likely take all of them.
 
     At most one for each sequence.
     """
@@ -45,9 +44,9 @@ class _WaitingDecodes:
         return {adapter for part in self._parts for adapter in part.column(Column.ADAPTER)}
 
     def add(self, decodes: Decodes, arrivals: int) -> bool:
-        """Add decodes, which are numbered from `arrivals` on.
+        """Add decodes, and number them from `arrivals` on.
 
-        False, without an effect: one is there already, or another of its sequence.
+        False, without an effect, if the op_id or the sequence of one of them is here already.
         """
         op_ids, sequences = set(decodes.column(Column.OP_ID)), set(decodes.sequences)
         is_new = self.op_ids.isdisjoint(op_ids) and self.sequences.isdisjoint(sequences)
@@ -106,9 +105,9 @@ class Scheduler:
     ) -> None:
         """Set the limits of a step.
 
-        `max_mixed_prefill_tokens` limits the tokens of long forwards in a step that also decodes, or follows
-        one that did, and so how much a prefill adds to the inter-token latency of others. None: learned, and
-        applied only if other callers decode; see `caller_limits`.
+        `max_mixed_prefill_tokens` limits the tokens of long forwards in a step with decodes, and in the step
+        after it. So it limits how much a prefill adds to the inter-token latency of others. None: the limit
+        is learned, and applied only if other callers decode; see `caller_limits`.
         """
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -125,13 +124,13 @@ class Scheduler:
         self._limits = CallerLimits(max_mixed_prefill_tokens, max_batch_tokens)
         step = Capacity(max_batch_tokens, max_batch_items, max_rows)
         self._queues = ForwardQueues(step, page_size, self._limits)
-        # Plain decodes that are in no queue.
+        # Plain decodes that are not queued.
         self._waiting = _WaitingDecodes()
-        # Those of the running step, which `next_batch` has begun; the cost of these by caller.
+        # The plain decodes of the running step, which `next_batch` has begun; and their cost by caller.
         self.running = NO_DECODES
         self._running_costs: dict[int, int] = {}
         self._arrivals = 0
-        # The cost that is left in this step to each caller whose short forwards are limited.
+        # For each caller whose short forwards are limited, the cost that it may still use in this step.
         self._shares: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -145,9 +144,9 @@ class Scheduler:
 
     @property
     def may_delay_step(self) -> bool:
-        """Whether a step may be delayed for requests that are about to arrive: one that is not full yet.
+        """Whether the next step may wait for requests that are about to arrive. A full step does not wait.
 
-        A prefill does not wait for decodes, unless it is limited because of them.
+        Neither does a prefill, unless decodes limit it.
         """
         return len(self) < self.max_batch_items and (
             not self._queues.long.queue or self._limits.limits_prompts(self._queues.long.active_callers)
@@ -171,9 +170,10 @@ class Scheduler:
         self._queues.add(forward)
 
     def add_decodes(self, decodes: Decodes) -> bool:
-        """As `add`, for plain decodes: they are in no queue until there is something to choose.
+        """As `add`, for plain decodes, which are only queued if a step cannot take all of them.
 
-        False, without an effect: one of them has to wait for another of its sequence, or its op_id is queued.
+        False, without an effect, if one has to wait for another forward of its sequence, or its op_id is
+        known.
         """
         is_new = self._queues.forwards.keys().isdisjoint(decodes.column(Column.OP_ID)) and (
             self._queues.by_sequence.keys().isdisjoint(decodes.sequences)
@@ -211,13 +211,13 @@ class Scheduler:
         return expired
 
     def next_batch(self, begin: Begin, begin_all: BeginAll) -> list[Chunk]:
-        """Choose the next step: these chunks, and `running`. Both are empty if none has begun.
+        """Choose the next step: the returned chunks, and `running`. Both are empty if nothing has begun.
 
-        Short forwards come first, single tokens, for which a GPU has its own kernel. Otherwise in order of
-        arrival. The caller ends a step with `running` by `finish_decodes`.
+        Order of the chunks: short forwards first, and among these single tokens, for which a GPU has its own
+        kernel; then by arrival. The caller ends a step with `running` by `finish_decodes`.
 
         `begin(forward)` is called once for each forward, when there is budget for its first token. It must
-        leave a token to compute. A forward that fails to begin leaves the scheduler. For one that waits it
+        leave a token to compute. A forward that fails to begin leaves the scheduler. For one that waits, it
         is called again later. If it raises, the forward stays and is begun again in a later step.
         """
         self.running, self._running_costs = self._take_waiting(begin_all, 0)
@@ -230,20 +230,20 @@ class Scheduler:
         return self._queues.fill(left, begin, self._shares, self._running_costs)
 
     def next_chunks(self, begin: Begin, plain: int) -> list[Chunk]:
-        """As `next_batch`, for a step with so many plain decodes that is launched behind the running one."""
+        """As `next_batch`, for a step with `plain` plain decodes that is launched behind the running step."""
         left = self._beside(plain + len(self._waiting.op_ids))
         return self._queues.fill(left, begin, {}, None)
 
     def _beside(self, plain: int) -> Capacity:
-        """What is left of a step with so many plain decodes."""
+        """The capacity that is left in a step with `plain` plain decodes."""
         return Capacity(self.max_batch_tokens - plain, self.max_batch_items - plain, self.max_rows - plain)
 
     def _take_waiting(self, begin_all: BeginAll, beside: int) -> tuple[Decodes, dict[int, int]]:
-        """Begin all plain decodes that are in no queue, in a step with so many others, and set its shares.
+        """Begin the plain decodes that are not queued, in a step with `beside` others. Sets its shares.
 
-        Returns them and their costs by caller. Queues those that do not begin so: all, if there is no room
-        for all short forwards, or a caller is limited. A decode that is begun here goes before none that
-        waits.
+        Returns the decodes that have begun, and their costs by caller. Queues the others: all of them, if
+        there is no room for all short forwards or a caller is limited. So no decode overtakes one that is
+        queued.
         """
         if not self._waiting.op_ids:
             self._shares = self._limits.shares(self._queues.short.wanted())
@@ -261,12 +261,12 @@ class Scheduler:
             decodes = decodes.take(begun)
             costs = decodes.costs()
         if any(decodes.columns[Column.ADAPTER].tolist()):
-            # As chunks: those with the same adapter follow each other.
-            decodes = decodes.in_order(decodes.columns[Column.LORA_SLOT].argsort(kind="stable"))
+            # Those with the same adapter follow each other, as chunks do.
+            decodes = decodes.select(decodes.columns[Column.LORA_SLOT].argsort(kind="stable"))
         return decodes, costs
 
     def _has_room(self, plain: int) -> bool:
-        """Whether so many plain decodes fit, beside all short forwards and the reserved part."""
+        """Whether `plain` plain decodes fit beside all short forwards and the part reserved for long ones."""
         short, share = self._queues.short, LONG_SHARE if self._queues.long.queue else 0
         tokens, rows = self.max_batch_tokens, self.max_rows
         if share:
@@ -276,32 +276,32 @@ class Scheduler:
 
     @property
     def has_others(self) -> bool:
-        """Whether there are forwards that are not in `running`."""
+        """Whether there are forwards outside `running`."""
         return bool(self._queues.forwards or self._waiting.op_ids)
 
     @property
     def has_queued(self) -> bool:
-        """Whether there are others than plain decodes that may join a step which is launched."""
+        """Whether there are forwards that cannot join a launched step as plain decodes do."""
         return bool(self._queues.forwards) or not self._waiting.may_be_launched
 
     def may_run_on(self, plain: int) -> bool:
-        """Whether a step of so many plain decodes may be followed by the next one, whatever else waits.
+        """Whether the next step of `plain` plain decodes may be launched before the running one is done.
 
-        That is so if only plain decodes and long forwards wait, and have room beside. Results of short ones
-        are read in the step that computes them, so that is not launched.
+        Only if nothing but plain decodes and long forwards wait, and there is room for them. Short forwards
+        run in a step whose results are read at once, which is not launched ahead.
         """
         has_room = self._has_room(plain + len(self._waiting.op_ids))
         return has_room and self._waiting.may_be_launched and not self._queues.short.queue
 
     def take_joining(self, begin_all: BeginAll, plain: int) -> Decodes:
-        """Begin the plain decodes that wait, to be run with so many of `run_next`.
+        """Begin the waiting plain decodes, to be run beside `plain` others in the step of `run_next`.
 
-        Those that do not begin are queued. If the others are not run, `add_decodes` takes them back.
+        Those that do not begin are queued. If the step is not run, `add_decodes` takes the others back.
         """
         return self._take_waiting(begin_all, plain)[0]
 
     def run_next(self, decodes: Decodes) -> None:
-        """Note that a step of plain decodes was launched beside `next_batch`: it is the running one now."""
+        """Note that a launched step of plain decodes, not one of `next_batch`, is the running one now."""
         self.running, self._running_costs = decodes, decodes.costs()
         self._limits.record_decodes(self._running_costs)
         self._queues.short.dispatch_all(self._running_costs)
@@ -311,9 +311,9 @@ class Scheduler:
         self.running = NO_DECODES
 
     def queue_begun(self, forwards: Sequence[Forward]) -> None:
-        """Queue those of `running`, which have begun: the step has failed, and they run one by one.
+        """Queue the decodes of `running`, which have begun: the step failed, and they run one by one.
 
-        They count twice in their callers' turns.
+        They are charged to their callers twice.
         """
         self.running = NO_DECODES
         for forward in forwards:
@@ -325,7 +325,7 @@ class Scheduler:
         return self._queues.advance(chunk)
 
     def record_step(self, chunks: Sequence[Chunk], took_ns: int) -> None:
-        """Note how long a step took. The limits of callers are learned from that."""
+        """Note how long a step took, from which the limits of callers are learned."""
         decodes_cost, prompts_cost, prompt_tokens = sum(self._running_costs.values()), 0, 0
         has_long_prompt = False
         for chunk in chunks:

@@ -3,8 +3,9 @@
 The asyncio thread serves the stream. The compute thread loads the model and runs the step loop. Commands of
 one message are submitted together. Events that queue up while a message is written go into the next one.
 
-With an orphan timer the worker and its sequences outlive a stream for a while. A new stream replaces the
-current one. It is served once the step loop has dropped earlier commands and has listed its sequences.
+A new stream replaces the current one. It is served once the step loop has dropped earlier commands and has
+listed its sequences. With an orphan timer the worker and its sequences survive the end of a stream for a
+while.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-# The least time between two progress events.
+# The minimum time between two progress events.
 _PROGRESS_INTERVAL_S = 0.2
-# A gateway that stops ends its workers within this time. Only later a missing gateway is logged.
+# A gateway that stops ends its workers within this time, so a missing gateway is only logged after it.
 _ORPHAN_LOG_S = 1.0
+# The timeout for silence is checked in so many intervals.
 _SILENT_INTERVALS = 10
-# How long a worker that cannot serve waits until its reason was sent.
-_LAST_WORDS_S = 1.0
+# The time that a worker which cannot serve has for sending the reason.
+_SEND_FAILURE_S = 1.0
 
 _Command: TypeAlias = Forward | Decodes | worker_pb2.WorkerCommand
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -62,13 +64,13 @@ class _Stream:
         self.events: deque[worker_pb2.WorkerEvent] = deque()
         # Done when there is an event. Faster than an asyncio.Event.
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Done when all events were written, if somebody waits for that.
+        # Done when all events were written. None: nobody waits for that.
         self.written: asyncio.Future[None] | None = None
-        # Another stream has replaced this one.
+        # Set when another stream has replaced this one.
         self.replaced = asyncio.Event()
-        # The step loop has dropped the commands of earlier streams.
+        # Whether the step loop has dropped the commands of earlier streams.
         self.is_ready = False
-        # Arrived ones.
+        # The number of messages that have arrived.
         self.messages = 0
 
 
@@ -86,7 +88,7 @@ class WorkerServer:
         orphan_timer: OrphanTimer | None = None,
         explain: Callable[[BaseException], str] = lambda _: "",
     ) -> None:
-        """`explain`: why a failure means that the model cannot be served, for clients; "": it does not."""
+        """`explain`: for clients, why a failure means that the model cannot be served; "": it does not."""
         self._explain = explain
         self._make_executor = make_executor
         self._make_scheduler = make_scheduler
@@ -98,14 +100,14 @@ class WorkerServer:
         self._stream_count = 0
         self._executor: ModelExecutor | None = None
         self._scheduler: Scheduler | None = None
-        # Those of the model that `wire.to_command` checks commands against.
+        # The model's sizes, against which `wire` checks commands.
         self._sizes = UNKNOWN_SIZES
         self._step_loop: StepLoop | None = None
         self._last_progress_s = 0.0
         self._process = psutil.Process(os.getpid())
         self._memory_bytes = 0
         self._thread = threading.Thread(target=self._compute, name="compute", daemon=True)
-        # Done when the worker should end; has an exception if the worker failed.
+        # Done when the worker should end. It has an exception if the worker failed.
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
@@ -127,7 +129,7 @@ class WorkerServer:
     def _compute(self) -> None:
         try:
             executor = self._make_executor(self._report_progress)
-            # By now torch is loaded.
+            # Imported here, where torch is loaded anyway.
             from workers.models.active_kernels import SLOW  # noqa: PLC0415
             from workers.step_loop import StepLoop  # noqa: PLC0415
 
@@ -136,7 +138,7 @@ class WorkerServer:
             _log.log(level, "products in use", products=products)
             executor.warmup()
             if not gc.isenabled():
-                # What is there now stays: only what comes is looked at.
+                # The objects so far live for ever: the collector ignores them from now on.
                 gc.freeze()
                 gc.enable()
             scheduler = self._make_scheduler(executor)
@@ -179,9 +181,9 @@ class WorkerServer:
         *,
         silence_timeout_s: float = 0.0,
     ) -> None:
-        """Serves an authenticated gateway, until either side ends the stream or another one replaces it.
+        """Serves an authenticated gateway, until either side ends the stream or another stream replaces it.
 
-        silence_timeout_s: without a message for so long the stream has ended. 0: for ever.
+        silence_timeout_s: the stream ends if no message arrives for this long. 0: no timeout.
         """
         stream = self._replace_stream()
         tasks = [
@@ -203,7 +205,7 @@ class WorkerServer:
             self._on_disconnect(stream)
 
     def _replace_stream(self) -> _Stream:
-        """Makes a new stream the current one, and ends the one before it."""
+        """Makes a new stream the current one, and ends the previous one."""
         if self._stream is not None:
             self._stream.replaced.set()
         self._stream_count += 1
@@ -216,7 +218,7 @@ class WorkerServer:
         return self._stream
 
     def _on_disconnect(self, stream: _Stream) -> None:
-        """Ends the worker, or starts its orphan timer, if the current stream has ended."""
+        """If the current stream has ended, ends the worker or starts its orphan timer."""
         if stream is not self._stream:
             return
         self._stream = None
@@ -252,7 +254,7 @@ class WorkerServer:
                 self._step_loop.submit(commands)
 
     def _take(self, message: worker_pb2.WorkerCommand, commands: list[_Command]) -> None:
-        """Adds a command, or answers it."""
+        """Decodes a command and adds it to `commands`, or answers it directly."""
         if message.WhichOneof("command") == "snapshot" and not _is_ordered(message.snapshot):
             self._send([self._snapshot(message.op_id)])
             return
@@ -266,7 +268,7 @@ class WorkerServer:
             else:
                 commands.append(wire.to_command(message, self._sizes))
         except Exception as error:
-            # Whatever it is: it concerns this command, and the stream has those of all callers.
+            # Whatever the error is: it concerns only this command, and the stream serves all callers.
             op_ids = wire.op_ids_of(message)
             _log.warning("a command cannot be decoded", op_ids=op_ids, error=repr(error))
             self._send([_refusal(op_id, error) for op_id in op_ids])
@@ -306,7 +308,7 @@ class WorkerServer:
         self._reset_step_loop()
 
     def _send_ready(self, stream: _Stream, holdings: Sequence[tuple[int, int]]) -> None:
-        """Sends a gateway the description of the worker: from now on it is served."""
+        """Sends the description of the worker to the gateway, which is served from now on."""
         assert self._executor is not None and self._scheduler is not None, "its step loop runs"
         stream.is_ready = True
         replacement, capabilities = self._executor.replacement, self._executor.capabilities()
@@ -323,7 +325,7 @@ class WorkerServer:
         self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0)])
 
     def _send_results(self, results: Sequence[Result | Decodes]) -> None:
-        """Sends the results that the connected gateway has asked for, and drops those for earlier ones."""
+        """Sends the results of the current stream's commands, and drops those of earlier streams."""
         stream, events = self._stream, []
         for result in results:
             if isinstance(result, HeldSequences):
@@ -345,7 +347,7 @@ class WorkerServer:
 
     def _snapshot(self, op_id: int, *, intact: bool | None = None) -> worker_pb2.WorkerEvent:
         snapshot = worker_pb2.WorkerSnapshot()
-        # It fails if the process has no free file descriptor. Then the last value is reported.
+        # Fails if the process has no free file descriptor. Then the last value is reported.
         with contextlib.suppress(OSError):
             self._memory_bytes = self._process.memory_info().rss
         if self._executor is not None and self._step_loop is not None:
@@ -362,13 +364,13 @@ class WorkerServer:
         return worker_pb2.WorkerEvent(op_id=op_id, snapshot=snapshot)
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the worker, once the gateway knows why it cannot serve, if that is known."""
+        """Ends the worker. If `explain` has a reason, the gateway gets that first."""
         if not self._explain(error):
             self._end(error)
             return
         self._failure = error
-        self._loop.call_later(_LAST_WORDS_S, self._end, error)
-        # It may connect in a moment.
+        self._loop.call_later(_SEND_FAILURE_S, self._end, error)
+        # Without a stream, the gateway may connect in a moment.
         if self._stream is not None:
             self._send_failure(self._stream, error)
 
@@ -387,9 +389,9 @@ class WorkerServer:
 
 
 async def _wait_for_silence(stream: _Stream, timeout_s: float) -> None:
-    """Returns when no message has arrived for this time, or for a little longer.
+    """Returns when no message has arrived for about this time.
 
-    A pause of this process counts as one of several short intervals.
+    It is divided into short intervals, so that a pause of this process counts only as one of them.
     """
     silent, before = 0, -1
     while silent < _SILENT_INTERVALS:

@@ -28,18 +28,19 @@ class Flow:
 class ServiceClass:
     """Forwards of one class in order of (virtual start, arrival), and the virtual time.
 
-    A forward's virtual start is where its caller's last one ends, or the virtual time if that is later. The
-    virtual time follows the largest virtual start that was dispatched. So a caller's only forward goes before
-    the second of another caller's thousand, and a caller that is alone is served in order of arrival.
+    A forward's virtual start is the virtual end of its caller's previous forward, or the virtual time if that
+    is later. The virtual time follows the largest virtual start that was dispatched. So a caller's only
+    forward goes before the second of another caller's thousand, and a caller that is alone is served in order
+    of arrival.
 
     No forward starves: virtual starts do not change, and virtual time passes them. If a dispatch does not
-    move virtual time, it still advances by one n-th of the dispatched cost, for n callers. Otherwise callers
+    advance virtual time, it still advances by 1/n of the dispatched cost, for n callers. Otherwise callers
     that are always new would always go first. A caller without forwards is remembered until virtual time has
-    passed its next start: an expensive forward also delays a next one that is queued after its end.
+    passed its next start: so an expensive forward also delays one that the caller queues after its end.
 
-    A priority moves a forward forward or back by a head start: as if it had arrived before so much work was
-    done, or after it. It changes the forward's place, not the cost charged to its caller. Because of the
-    priorities of others, no forward waits for more than two head starts of work.
+    A priority moves a forward up or down by a head start: as if that much less or more work had been done
+    when it arrived. It changes the forward's place, not the cost charged to its caller. The priorities of
+    others make a forward wait for at most two head starts of work.
     """
 
     def __init__(self, head_start: int = 0) -> None:
@@ -50,11 +51,11 @@ class ServiceClass:
         self.virtual_time = 0
         self.flows: dict[int, Flow] = {}
         self.cost = 0
-        # Since virtual time last changed: the dispatched cost, and the most callers at once.
+        # Since virtual time last changed: the dispatched cost, and the maximum number of callers.
         self._dispatched = 0
         self._max_callers = 0
         self._num_callers = 0
-        # The cost dispatched so far; and the forwards of low priority, each with that cost at its arrival.
+        # The total cost dispatched; and the forwards of low priority, each with that total at its arrival.
         self._total = 0
         self._low_priority: deque[tuple[int, Forward]] = deque()
         # With more flows than this, obsolete ones are removed.
@@ -78,7 +79,7 @@ class ServiceClass:
         flow.next_start = start + forward.cost
         forward.virtual_start = start
         if forward.priority is not Priority.NORMAL:
-            # Virtual time advances by one n-th of the work, for n callers.
+            # Virtual time advances by 1/n of the work, for n callers.
             forward.virtual_start -= forward.priority.value * self._head_start // self._num_callers
         if forward.priority is Priority.LOW:
             self._low_priority.append((self._total, forward))
@@ -86,8 +87,8 @@ class ServiceClass:
     def transfer_in(self, forward: Forward) -> None:
         """Count and enqueue a forward that has begun in the other class.
 
-        It was dispatched there, so it goes before its caller's waiting forwards here. It counts as dispatched
-        here too, or a steady flow from the other class would stop virtual time.
+        It was dispatched there, so here it goes before its caller's waiting forwards. It counts as dispatched
+        here, too. Otherwise a steady flow from the other class would stop virtual time.
         """
         self._add_to_flow(forward)
         forward.virtual_start = self.virtual_time
@@ -118,7 +119,7 @@ class ServiceClass:
         self._dispatch(forward.virtual_start, forward.cost)
 
     def dispatch_all(self, costs: Mapping[int, int]) -> None:
-        """Note that decodes were scheduled that were in no queue: by caller, their cost."""
+        """Note that decodes were scheduled without being queued. `costs`: their cost by caller."""
         last = self.virtual_time
         for caller, cost in costs.items():
             flow = self.flows.get(caller)
@@ -131,14 +132,14 @@ class ServiceClass:
         self._sweep()
 
     def _dispatch(self, virtual_time: int, cost: int) -> None:
-        """Note that `cost` was dispatched, of forwards that start at `virtual_time` at the latest."""
+        """Note that forwards of this total cost were dispatched, the last one starting at `virtual_time`."""
         self._dispatched += cost
         self._total += cost
         if self._low_priority:
             self._promote_overdue()
         if virtual_time <= self.virtual_time:
             virtual_time = self.virtual_time + self._dispatched // (self._max_callers + 1)
-            # Not past the next waiting forward: the forwards passed would be ordered as if they were new.
+            # Not past the next waiting forward: its place would then be that of a new one.
             ahead = bisect_right(self.queue, self.virtual_time, key=_by_start)
             if ahead < len(self.queue):
                 virtual_time = min(virtual_time, self.queue[ahead].virtual_start)

@@ -1,9 +1,9 @@
 """The step loop: take -> pack -> forward -> sample -> emit. READ FIRST in the worker.
 
 One thread owns the engine and the scheduler, and everything in them. Commands arrive through a queue, in
-batches. Between two steps the loop takes all commands that have arrived, so that those that arrived together
-run together. Results are emitted after each step, and before it those that are complete already. A cancelled
-or failed operation is rolled back before the next step.
+batches. Between two steps the loop takes all commands that have arrived, so that forwards that arrived
+together run together. Results are emitted after each step; those that are ready before it are emitted before
+it. A cancelled or failed operation is rolled back before the next step.
 
 On a GPU the loop does not wait for a step of plain decodes: see `steps_in_flight`. Protobuf, sockets and the
 event loop are in `server.py`.
@@ -34,7 +34,7 @@ from workers.kv.page_pool import OutOfPages
 from workers.kv_disk import KvDisk
 from workers.logging import get_logger
 from workers.operations import Chunk, Failed, FailureReason, Forward
-from workers.other_commands import Internal, OtherCommands
+from workers.other_commands import InternalCommand, OtherCommands
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
@@ -43,12 +43,12 @@ from workers.waiting_forwards import WaitingForwards
 
 _log = get_logger(__name__)
 
-# How often it is asked whether the step in flight is done.
+# How often to check whether the step in flight is done.
 _POLL_S = 0.0002
-# How often it is asked whether the disk still answers, while nothing else is to be done.
+# How often an idle loop checks whether the disk still answers.
 _DISK_POLL_S = 1.0
-# Commands, and when they arrived.
-_Submitted = Forward | Decodes | WorkerCommand | Internal | DiskReport
+# Commands that were submitted together, and when they arrived (`time.monotonic_ns`).
+_Submitted = Forward | Decodes | WorkerCommand | InternalCommand | DiskReport
 _Arrived = tuple[Sequence[_Submitted], int]
 _NOTHING: _Arrived = ((), 0)
 
@@ -74,15 +74,15 @@ class StepLoop:
     ) -> None:
         """`max_seq_tokens`: the longest sequence that fits the engine.
 
-        adapters, replacement, kv_disk, drafting: those of the executor. None: it has no adapters, cannot
-        replace its weights, stores no KV, drafts nothing. The rest: see `Prelauncher`.
+        adapters, replacement, kv_disk, drafting: parts of the executor. None: it supports no adapters, cannot
+        replace its weights, stores no KV on disk, does not draft. prelaunch_unrequested: see `Prelauncher`.
         """
         self._engine, self._scheduler, self._adapters = engine, scheduler, adapters
         self._kv_disk = kv_disk
         self._inbox: Inbox[_Arrived] = Inbox()
         self._is_stopping = False
         self._window = CoalescingWindow()
-        # When the running step has begun.
+        # When the running step began.
         self._began_ns = 0
         self._prelauncher = Prelauncher(
             engine, scheduler, adapters, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
@@ -94,7 +94,7 @@ class StepLoop:
             scheduler,
             self._prelauncher,
             on_done=self._finish_decodes,
-            on_failed=lambda decodes, error: self._run_alone([], decodes, error),
+            on_failed=lambda decodes, error: self._run_one_by_one([], decodes, error),
             on_end=self._step_done,
         )
         self._others = OtherCommands(
@@ -120,9 +120,9 @@ class StepLoop:
     # Called by other threads.
 
     def submit(self, commands: Sequence[_Submitted]) -> None:
-        """Queues commands. They take effect in this order, and those of one call are taken together.
+        """Queues commands. They take effect in this order. Those of one call are taken together.
 
-        Plain decodes are columns from here on, also those that are sent as forwards.
+        Forwards that are plain decodes are converted to columns here.
         """
         taken = [
             Decodes.of([command]) if isinstance(command, Forward) and command.is_plain else command
@@ -133,12 +133,12 @@ class StepLoop:
     def stop(self) -> None:
         """Ends the loop after the running step."""
         self._is_stopping = True
-        # It may wait for commands.
+        # Wakes the loop, which may be waiting for commands.
         self._inbox.put(_NOTHING)
 
     @property
     def operations_in_flight(self) -> int:
-        """Forwards in the scheduler, those that wait for an adapter or the disk, and those with samples."""
+        """The unanswered forwards: queued, waiting for an adapter or the disk, drawing, or held."""
         held = len(self._prelauncher.held)
         return len(self._scheduler) + len(self._waiting) + len(self._answers.drawing) + held
 
@@ -147,7 +147,8 @@ class StepLoop:
     def run(self) -> None:
         while not self._is_stopping:
             self.take()
-            # Requests that were prelaunched are answered already: their callers need not wait for a step.
+            # Requests whose forwards were prelaunched are answered by now: their callers do not wait for a
+            # step.
             self._answers.flush()
             self.step()
             self._answers.flush()
@@ -157,14 +158,15 @@ class StepLoop:
     def take(self) -> None:
         """Takes all commands that have arrived. Waits for one if there is nothing to run.
 
-        If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
+        Otherwise it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
         commands, arrived_ns = _NOTHING if self._has_work else self._wait()
         decodes: list[Decodes] = []
         while True:
             for command in commands:
                 if isinstance(command, Decodes):
-                    # Those of several messages are taken together: each message would cost as much as all.
+                    # Decodes of consecutive messages are taken together: that costs about as much as one
+                    # message.
                     self._window.requests_arrived(command.sequences, arrived_ns)
                     decodes.append(command)
                     continue
@@ -191,7 +193,7 @@ class StepLoop:
             with suppress(queue.Empty):
                 commands, arrived_ns = self._inbox.get(wait_ns / 1e9)
 
-    def _carry_out(self, command: WorkerCommand | Internal | DiskReport) -> None:
+    def _carry_out(self, command: WorkerCommand | InternalCommand | DiskReport) -> None:
         self._take_now(self._prelauncher.release_held())
         if isinstance(command, DiskReport):
             self._waiting.was_read(command)
@@ -201,25 +203,25 @@ class StepLoop:
 
     @property
     def _has_work(self) -> bool:
-        """Whether there is anything to run but the step in flight."""
+        """Whether there is anything to run besides the step in flight."""
         has_adapters = self._adapters is not None and self._adapters.has_work
-        # What may join the next step waits for that.
+        # Forwards that can join the step after the one in flight are no work yet.
         is_in_flight = self._in_flight.step is not None
         has_forwards = self._in_flight.has_to_end if is_in_flight else self._scheduler.has_others
         return bool(has_forwards or self._answers.drawing or self._integrity_checks.has_work or has_adapters)
 
     @property
     def _has_other_work(self) -> bool:
-        """Whether there is anything but forwards in the scheduler, or may be soon."""
+        """Whether there is work outside the scheduler, or may be soon."""
         adapters = self._adapters
         if self._answers.drawing or self._integrity_checks.has_work:
             return True
         return adapters is not None and (len(adapters) > 0 or adapters.has_work)
 
     def _wait(self) -> _Arrived:
-        """Waits for commands, or until the step in flight is to be gone on with or the loop ends."""
+        """Waits for commands, until the step in flight needs attention, or until the loop ends."""
         if self._prelauncher.held:
-            # Nothing is computed for these any more.
+            # Nothing more is computed for them.
             self._take_now(self._prelauncher.release_held())
             return _NOTHING
         if self._in_flight.step is not None:
@@ -242,12 +244,12 @@ class StepLoop:
         return _NOTHING
 
     def _take_decodes(self, decodes: Decodes) -> None:
-        """Answers those whose results are there, and lets the others wait for a step or their adapter."""
+        """Answers decodes whose results are ready, and lets the others wait for a step or their adapter."""
         sequences = decodes.sequences
         if len(set(sequences)) < len(sequences):
-            # One after the other, as what was computed for one of them is not for the next.
+            # Several of one sequence: one after the other, since a result belongs to only one of them.
             for index in range(decodes.size):
-                self._take_decodes(decodes.in_order(np.array([index])))
+                self._take_decodes(decodes.select(np.array([index])))
             return
         if not self._prelauncher.held.keys().isdisjoint(sequences):
             self._take_now(self._prelauncher.release_held())
@@ -256,12 +258,12 @@ class StepLoop:
         if self._adapters is not None and any(decodes.columns[Column.ADAPTER].tolist()):
             self._adapters.count_decodes(decodes)
         if self._prelauncher.queued and not self._engine.runner.can_launch:
-            # Where steps are launched, they are while requests for them arrive.
+            # Not where steps are launched ahead: those run while requests for them arrive.
             decodes = self._prelauncher.hold(decodes, time.monotonic_ns())
         self._take_now(decodes)
 
     def _take_now(self, decodes: Decodes) -> None:
-        """As `_take_decodes`, for those that are not held, or not any more: see `prelaunch`."""
+        """`_take_decodes` for decodes that are not, or no longer, held: see `prelaunch`."""
         if not decodes.size:
             return
         if self._in_flight.step is not None:
@@ -281,14 +283,14 @@ class StepLoop:
         self._take_now(self._prelauncher.release_held())
         self._in_flight.finish_for(forward.sequence)
         if forward.sequence in self._prelauncher.expected:
-            # What is prelaunched is a plain decode, and this is none.
+            # Only plain decodes are prelaunched, and this is none.
             self._prelauncher.drop([forward.sequence])
         self._waiting.add(forward)
 
     def step(self) -> None:
-        """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
+        """Runs one step over the chunks that the scheduler picks, and a slice of an integrity check.
 
-        Or goes on with the step in flight. Forwards that wait may expire meanwhile.
+        If a step is in flight, continues with that instead.
         """
         for forward in self._scheduler.expire(time.monotonic_ns()):
             self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
@@ -330,7 +332,7 @@ class StepLoop:
             states = self._engine.kv_table.states
             lacks_state = states is not None and states.room < 1
             if lacks_state:
-                # Until the next step, as it has not begun itself.
+                # Makes it wait until the next step: a forward waits only for one that has begun.
                 forward.waits_for = forward
             # A forward of one token shares no page with others.
             if lacks_state or (len(forward.token_ids) > 1 and self._engine.prefix_waits.must_wait(forward)):
@@ -356,9 +358,9 @@ class StepLoop:
             return False
 
     def _run(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> None:
-        """Runs or launches all together. If that fails, runs each alone: only the failing ones fail then."""
+        """Runs or launches a step. If it fails, runs its items one by one: then only the faulty ones fail."""
         try:
-            # Samples are drawn between two steps.
+            # Extra samples are drawn between two steps, so none may be in flight.
             may_launch = decodes.size and self._engine.runner.can_launch and not self._answers.drawing
             if may_launch and self._in_flight.launch(decodes, chunks):
                 return
@@ -367,7 +369,7 @@ class StepLoop:
             # The device is unusable: the process ends, and the gateway starts another one.
             raise
         except Exception as error:
-            self._run_alone(chunks, decodes, error)
+            self._run_one_by_one(chunks, decodes, error)
             return
         for index, failure in decodes.failures.items():
             self._answers.failed_running(decodes.forward(index), failure)
@@ -379,12 +381,12 @@ class StepLoop:
                 self._complete_decodes(Decodes.done(plain))
             self._answers.draft(self._began_ns)
 
-    def _run_alone(self, chunks: Sequence[Chunk], decodes: Decodes, error: Exception) -> None:
-        """Runs each alone, after running all together has failed."""
+    def _run_one_by_one(self, chunks: Sequence[Chunk], decodes: Decodes, error: Exception) -> None:
+        """Runs the items of a step that has failed one by one."""
         if decodes.size:
-            alone = self._engine.as_chunks(decodes)
-            self._scheduler.queue_begun([chunk.forward for chunk in alone])
-            chunks = [*alone, *chunks]
+            of_decodes = self._engine.as_chunks(decodes)
+            self._scheduler.queue_begun([chunk.forward for chunk in of_decodes])
+            chunks = [*of_decodes, *chunks]
         if len(chunks) == 1:
             self._answers.failed_running(chunks[0].forward, error)
             return
@@ -393,21 +395,21 @@ class StepLoop:
             self._run([chunk])
 
     def _finish_decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        """Answers the plain decodes of a step that are computed. `launched`: see `_follow`."""
+        """Ends the plain decodes of a step, which were computed. `launched`: see `_follow`."""
         self._scheduler.finish_decodes()
         self._complete_decodes(decodes, launched)
 
     def _complete_decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        """Answers plain decodes that are computed, or keeps the results of those that are prelaunched."""
+        """Answers computed plain decodes, or keeps the results of those that were prelaunched."""
         if self._prelauncher.queued:
             prelaunched = decodes.prelaunched
             ahead = decodes.take(prelaunched)
             wanted = prelaunched | (decodes.columns[Column.PRELAUNCH] > 0)
             is_shared = self._scheduler.has_others or not all(wanted.tolist())
-            # Of a recurrent state, one token can be undone without computing it again.
+            # A recurrent state can be rolled back by one token only.
             may_go_on = not is_shared and self._engine.kv_table.states is None
             self._prelauncher.mark_ready(ahead, go_on=may_go_on)
-            # Their callers were answered when they were queued, so their next requests may arrive soon.
+            # Their callers have the tokens before them, so their next requests may arrive soon.
             queued = self._prelauncher.queued
             self._answers.answered += [each for each in ahead.sequences if each not in queued]
             self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
@@ -418,7 +420,7 @@ class StepLoop:
             self._follow(decodes, launched)
 
     def _follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
-        """Prelaunches what follows these answers. `launched`: the next ones that run already."""
+        """Prelaunches the next decodes after these answers. `launched`: those of them that run already."""
         if self._prelauncher.may_follow(wanted=any(decodes.columns[Column.PRELAUNCH].tolist())):
             self._answers.answered += self._prelauncher.follow(decodes, launched)
         else:

@@ -1,18 +1,17 @@
-"""Steps of plain decodes on a GPU, of which the next one is launched before the last one's results are read.
+"""Launches the next step of plain decodes on a GPU before the results of the running one are read.
 
 So the device does not wait for the host between two steps (ADR 43). A step is *in flight* from its launch
-until its results are read. Meanwhile the step loop takes commands. Requests for decodes that were
-prelaunched, and run, are answered with the step. When all of its decodes are requested, the next step is
-launched, of
+until its results are read. Meanwhile the step loop takes commands. Requests for prelaunched decodes that are
+running are answered with the step. When all of its decodes were requested, the next step is launched with
 
-- the next ones of those that are to be prelaunched: the device has their tokens already;
-- other plain decodes that were requested meanwhile, which *join*: the host has their tokens. So do those
-  whose next token is chosen by what the caller says only after it knows the last one, such as a new mask:
-  each of them is in every second step, and the others do not wait for it;
-- chunks of prompts, in the same forward, unless one is the last of its prompt: its row is read, and then the
-  step in flight is finished first, and decodes and chunks are a step that is not launched ahead (ADR 67).
+- the next decodes to prelaunch: the device already has their tokens;
+- other plain decodes that were requested meanwhile, which *join*: the host has their tokens. Among them are
+  sequences whose caller sends something new with each token, such as a mask. They are in every second step,
+  and the others do not wait for them;
+- chunks of prompts, in the same forward. But not the last chunk of a prompt, whose row is read: then the step
+  in flight is finished first, and decodes and chunks run in a step that is not launched ahead (ADR 67).
 
-Anything else waits, too, until the step in flight is finished, and then it and decodes share a step.
+Anything else waits until the step in flight is finished, and then shares a step with the decodes.
 """
 
 from __future__ import annotations
@@ -48,24 +47,25 @@ class StepsInFlight:
         on_failed: Callable[[Decodes, Exception], None],
         on_end: Callable[[Sequence[Chunk]], None],
     ) -> None:
-        """Take what happens to a step that ends.
+        """Set what to call when a step ends.
 
-        on_done: Called with the next decodes that run already, before they are requested.
-        on_end: Called after `on_done` or `on_failed`, with the step's chunks.
+        on_done: Called with the step's decodes, and with the prelaunched decodes that run already.
+        on_failed: Called with the step's decodes and the error.
+        on_end: Called after either, with the step's chunks.
         """
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._on_done, self._on_failed, self._on_end = on_done, on_failed, on_end
         self.step: StepInFlight | None = None
 
     def launch(self, decodes: Decodes, chunks: Sequence[Chunk]) -> bool:
-        """Launch the step that the scheduler has chosen. False: it has to be executed."""
+        """Launch the step that the scheduler has chosen. False: it has to be executed instead."""
         self.step = None
         if decodes.may_be_launched and all(chunk.may_be_launched for chunk in chunks):
             self.step = self._launched(launched_steps.launch(self._engine, decodes, chunks))
         return self.step is not None
 
     def _launched(self, step: StepInFlight | None) -> StepInFlight | None:
-        """Note that a step was launched: its chunks have no results."""
+        """Note that a step was launched. Its chunks are done for the scheduler: they have no results."""
         for chunk in step.chunks if step is not None else ():
             self._scheduler.advance(chunk)
         return step
@@ -77,7 +77,7 @@ class StepsInFlight:
 
     @property
     def _may_run_on(self) -> bool:
-        """Whether the next step may be launched, as for what is in the scheduler."""
+        """Whether what is in the scheduler allows the next step to be launched."""
         if self.step is None or not self._scheduler.has_others:
             return self.step is not None
         # No prelaunched decode may take pages that another forward waits for.
@@ -85,17 +85,20 @@ class StepsInFlight:
 
     @property
     def waits_for_requests(self) -> bool:
-        """Whether it runs, and not all of it is requested."""
+        """Whether a step is running of which not all decodes were requested."""
         step = self.step
         return step is not None and any(step.decodes.prelaunched.tolist()) and not step.launched.is_done()
 
     def consume(self, requests: Decodes) -> Decodes:
-        """Answer requests with the step in flight. Returns the others, none of a sequence that is in it."""
+        """Answer requests with the step in flight. Returns the others.
+
+        If one is for a sequence in that step but not as expected, the step is finished first.
+        """
         if self.step is None:
             return requests
         running = set(self.step.decodes.sequences)
         found = np.array([sequence in running for sequence in requests.sequences])
-        # What is ready before the running one is answered first.
+        # A request for a ready result is not for the running decode.
         found &= ~self._prelauncher.are_ready(requests)
         if not any(found.tolist()):
             return requests
@@ -110,12 +113,12 @@ class StepsInFlight:
             self.finish()
 
     def advance(self, begin: Begin, *, has_other_work: bool) -> None:
-        """Finish the step in flight, after launching the next one unless others are to be run before it.
+        """Finish the step in flight. If nothing else has to run before it, launch the next one first.
 
-        Without an effect while requests for it may come, and nothing else is to be done before.
+        Has no effect while requests for the step may still come, and nothing waits for its end.
 
         begin: Begins forwards.
-        has_other_work: Whether there is what is not in the scheduler.
+        has_other_work: Whether there is work outside the scheduler.
         """
         has_to_end = has_other_work or self.has_to_end
         if self.step is None or (not has_to_end and self.waits_for_requests):
@@ -129,7 +132,7 @@ class StepsInFlight:
     def _launch_next(self, step: StepInFlight, begin: Begin) -> StepInFlight | None:
         decodes = self._prelauncher.next_decodes(step.decodes)
         if not decodes.size:
-            # Those that would join wait for the callers of this step: together they need fewer steps.
+            # Decodes that could join wait for the callers of this step: together they need fewer steps.
             return None
         chunks: list[Chunk] = []
         if self._scheduler.has_queued:
@@ -151,13 +154,13 @@ class StepsInFlight:
         return following
 
     def _take_back(self, joined: Decodes) -> None:
-        """Let decodes wait again: the step that they have joined is not run, or its tokens are dropped."""
+        """Let decodes wait again: the step that they joined is not run, or its tokens are dropped."""
         if joined.size:
             is_taken = self._scheduler.add_decodes(joined)
             assert is_taken, "nothing of their sequences was added meanwhile"
 
     def finish(self, following: StepInFlight | None = None) -> None:
-        """Wait for the step in flight, if there is one. `following`: the one that was launched after it."""
+        """Wait for the step in flight, if any, and end it. `following`: the step launched after it."""
         step, self.step = self.step, None
         if step is None:
             return

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     # Not at runtime: it needs torch, which a worker loads when its devices are chosen.
     from workers.models.model import ModelDescription
 
-# The numbers of each row of a DecodesCommand: those of `Decodes` up to the deadline, then the seed.
+# A row of a DecodesCommand has the columns of `Decodes` up to DEADLINE (a timeout here), then the seed.
 _SEED = Column.DEADLINE + 1
 _DECODE_NUMBERS = _SEED + 1
 _LONGEST_NS = 1 << 62
-# `prelaunch` is less than this in a row: what is more is the index of the options.
+# PRELAUNCH in such a row is `prelaunch` + _PRELAUNCH_VALUES * (index of the options).
 _PRELAUNCH_VALUES = 256
-# Those of each row of a DecodesDone.
+# The columns in a row of a DecodesDone.
 _DONE = [Column.OP_ID, Column.CHOSEN, Column.QUEUE_NS, Column.COMPUTE_NS, Column.BATCH_ITEMS]
 
 
@@ -56,10 +56,10 @@ _REASONS = {
 def to_command(
     message: worker_pb2.WorkerCommand, sizes: ModelSizes = UNKNOWN_SIZES
 ) -> Forward | worker_pb2.WorkerCommand:
-    """Decodes a forward. Other commands are carried out as they come.
+    """Decodes a forward. Other commands are returned unchanged.
 
-    Raises ValueError for an unknown command, for a mask of more tokens than the vocabulary has (without
-    decoding it), for hidden states of other layers, and for given experts that are not of the model's shape.
+    Raises ValueError for an unknown command, a mask of more tokens than the vocabulary has (without decoding
+    it), hidden states of unknown layers, or given experts of a wrong shape.
     """
     match message.WhichOneof("command"):
         case "forward":
@@ -73,9 +73,9 @@ def to_command(
 def to_decodes(
     message: worker_pb2.DecodesCommand, sizes: ModelSizes
 ) -> tuple[Decodes, list[worker_pb2.WorkerCommand]]:
-    """Decodes plain decodes. Those whose options need more are returned as a command for each.
+    """Decodes plain decodes. Rows whose options are not plain are returned as separate commands.
 
-    Raises ValueError for rows of another size, or an unknown index of options.
+    Raises ValueError for rows of a wrong size, or an unknown index of options.
     """
     rows = np.frombuffer(message.rows, "<u8").reshape(-1, _DECODE_NUMBERS).T
     options, which = list(message.options), (rows[Column.PRELAUNCH] // _PRELAUNCH_VALUES).tolist()
@@ -84,7 +84,7 @@ def to_decodes(
     known, draws = zip(*map(plain_output, options, repeat(sizes)), strict=True)
     outputs: list[OutputSpec | None]
     if any(draws):
-        # Draws without a seed use that of the cache, so that each row has an output of its own.
+        # Draws without a seed use the seed of the cache, so each row has its own output.
         outputs = [
             plain_draw(options[index], seed, sizes) if draws[index] else known[index]
             for index, seed in zip(which, rows[_SEED].tolist(), strict=True)
@@ -108,7 +108,7 @@ def to_decodes(
 
 
 def op_ids_of(message: worker_pb2.WorkerCommand) -> list[int]:
-    """Of the operations in a command, which may be malformed: those that can be read."""
+    """The op ids in a command. If it is malformed: those that can be read."""
     if message.WhichOneof("command") != "decodes":
         return [message.op_id]
     numbers = np.frombuffer(message.decodes.rows[: len(message.decodes.rows) // 8 * 8], "<u8")
@@ -251,7 +251,7 @@ def to_ready(
     text: ModelText,
     holdings: Sequence[tuple[int, int]],
 ) -> worker_pb2.WorkerReady:
-    """Describes this worker, which can serve. `holdings`: the sequences that it has, with their lengths."""
+    """Describes this worker, which is ready. `holdings`: (sequence, length in tokens) of all that it has."""
     defaults: Any = text.sampling_defaults
     return worker_pb2.WorkerReady(
         pid=os.getpid(),
@@ -266,5 +266,5 @@ def to_ready(
 
 
 def _fields(record: DataclassInstance) -> dict[str, Any]:
-    """The fields of a dataclass by name. The messages have fields of the same names."""
+    """The fields of a dataclass by name. The message made of them has the same names."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

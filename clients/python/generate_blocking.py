@@ -1,6 +1,6 @@
 """Generates the blocking client from the asyncio one by removing `async` and `await`.
 
-    python clients/python/generate_blocking.py            writes quire/client.py and quire/_caches.py
+    python clients/python/generate_blocking.py            writes client.py, _caches.py and _server.py in quire
     python clients/python/generate_blocking.py --check    fails if one of them is not up to date
 
 There is one source for both, and both are committed as plain code with types and docstrings. _PHRASES has the
@@ -17,7 +17,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent / "quire"
 # The source of each generated file.
-SOURCES = {"client.py": "aio.py", "_caches.py": "_aio_caches.py"}
+SOURCES = {"client.py": "aio.py", "_caches.py": "_aio_caches.py", "_server.py": "_aio_server.py"}
 COMMAND = "clients/python/generate_blocking.py"
 
 # Texts that occur exactly once in the sources.
@@ -48,12 +48,22 @@ The blocking ones are generated from this file: see generate_blocking.py.
 Generated from _aio_caches.py by {COMMAND}: change that file.
 """,
     ),
+    (
+        """The calls of the asyncio client that concern the server itself: its model, adapters and workers.
+
+The blocking ones are generated from this file: see generate_blocking.py.
+""",
+        f"""The calls of the blocking client that concern the server itself: its model, adapters and workers.
+
+Generated from _aio_server.py by {COMMAND}: change that file.
+""",
+    ),
     ("# The stream's tasks do not refer", "# The stream's threads do not refer"),
 )
 # Patterns that are replaced everywhere.
 _WORDS = (
     (r"\bimport asyncio\b", "import time"),
-    (r"\b_aio_caches\b(?!\.py)", "_caches"),
+    (r"\b_aio_(caches|server)\b(?!\.py)", r"_\1"),
     (r"\basyncio\.sleep\(", "time.sleep("),
     (r"grpc\.aio\.AioRpcError\b", "grpc.RpcError"),
     (r"\bgrpc\.aio\.", "grpc."),

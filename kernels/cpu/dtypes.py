@@ -4,7 +4,7 @@ import torch
 
 from kernels.cpu import library
 
-# Those that kernels for several have, as the names of their functions end.
+# The dtypes of kernels that exist for several, with the suffixes of their functions' names.
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 

@@ -73,7 +73,7 @@ _AVX512_BF16 = (*_AVX512, "-mavx512bf16", _BFLOAT16_MACRO, "-mavx512vnni", "-DQU
 _AVX512_BF16_FLAGS = _V4_FLAGS | {"avx512_bf16", "avx512_vnni"}
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DQUIRE_AMX")
 _TILES_FLAG = "amx_tile"
-# Of x86, the best first.
+# Instruction sets of x86, best first.
 X86_SETS = (
     InstructionSet("amx", _AMX, _AVX512_BF16_FLAGS | {"amx_bf16", _TILES_FLAG}),
     InstructionSet("avx512bf16", _AVX512_BF16, _AVX512_BF16_FLAGS),

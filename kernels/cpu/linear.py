@@ -33,7 +33,7 @@ class Arguments(ctypes.Structure):
         bias: torch.Tensor | None,
         scratch: torch.Tensor | None,
     ) -> Arguments:
-        """Of rows x [T, I] and results out [T, O], which is contiguous. The caller keeps all tensors."""
+        """The arguments for x [T, I] and contiguous out [T, O]. The caller keeps the tensors alive."""
         return cls(
             out.data_ptr(),
             x.data_ptr(),

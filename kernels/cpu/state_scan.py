@@ -13,7 +13,7 @@ from kernels.state_rows import StateRows
 
 
 class Mamba2Weights(ctypes.Structure):
-    """That of mamba2.h: the fields must agree. Who makes one keeps the tensors."""
+    """The struct of mamba2.h, with the same fields. The caller keeps the tensors alive."""
 
     kernel = "mamba2"
     _fields_ = (
@@ -24,7 +24,7 @@ class Mamba2Weights(ctypes.Structure):
 
 
 class GatedDeltaWeights(ctypes.Structure):
-    """That of gated_delta.h, likewise."""
+    """The struct of gated_delta.h, likewise."""
 
     kernel = "gated_delta"
     _fields_ = (
@@ -35,14 +35,14 @@ class GatedDeltaWeights(ctypes.Structure):
 
 
 class SiluConvWeights(ctypes.Structure):
-    """That of mamba1.cpp, likewise."""
+    """The struct of mamba1.cpp, likewise."""
 
     kernel = "silu_conv"
     _fields_ = (*pointers("taps bias"), *integers("width num_taps stride"))
 
 
 class Mamba1Weights(ctypes.Structure):
-    """That of mamba1.cpp, likewise."""
+    """The struct of mamba1.cpp, likewise."""
 
     kernel = "mamba1"
     _fields_ = (

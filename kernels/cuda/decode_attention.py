@@ -180,7 +180,7 @@ def decode_kernel(
         # Looked up again: held over the loop they would cost registers.
         item, part, parts = part_of(first_units, unit_items, tl.program_id(0), items)
     alone = parts == 1
-    # Of several parts, a sink is added to one sum only: where they are combined.
+    # With several parts, a sink is added only once: where the parts are combined.
     total = tl.where(alone, with_sinks(total, highest, sinks, heads, present), total)
     # The largest of weights is 1, so their sum is zero without keys only.
     result = attended / tl.where(total == 0, 1.0, total)[:, None]  # [M, F]

@@ -18,7 +18,7 @@ from kernels.cuda.variant import Variant
 
 # The number of columns of a program: in half precision, each thread loads 16 bytes from each half.
 BLOCK = 1024
-# Of clamped_swiglu, as in `kernels.gated_activation`.
+# For clamped_swiglu, as in `kernels.gated_activation`.
 SIGMOID_GAIN = tl.constexpr(1.702)
 GATE_LIMIT = tl.constexpr(7.0)
 

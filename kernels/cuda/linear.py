@@ -152,7 +152,7 @@ def _variant(dtype: torch.dtype, outputs: int, inputs: int, *, one_part: bool) -
     constexprs = {"OUTPUTS": outputs, "INPUTS": inputs} | dict(zip("MNK", tile_for(dtype), strict=True))
     splits = splits_for(dtype, outputs, inputs)
     constexprs |= {"SPLITS": splits, "ONE_PART": one_part}
-    # Whoever adds the parts has two tiles of sums, which with 4 warps would spill before sm_90.
+    # The program that adds the parts has two tiles of sums, which would spill with 4 warps before sm_90.
     num_warps, num_stages = 4 if splits == 1 else 8, 3 if dtype is torch.float32 else 4
     return Variant(linear_kernel, constexprs, num_warps, num_stages, early=True)
 

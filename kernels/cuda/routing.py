@@ -25,7 +25,7 @@ from kernels.cuda.dependent_launch import wait
 from kernels.cuda.variant import Variant
 from kernels.routing_rule import RoutingRule
 
-# Of what experts are chosen by: that of NaN. Groups that are left out have the negative.
+# The score of NaN when experts are chosen. Excluded groups have the negative of it.
 HIGHEST = tl.constexpr(3.0e38)
 # B and C.
 BLOCK = 64

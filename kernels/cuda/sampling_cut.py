@@ -306,7 +306,7 @@ def cut_by_weight(candidates, num, limit, lowest, kept, best, temperature, BLOCK
         high = tl.where(enough, high, middle - 1)
     above = count_from(candidates, num, last + 1, BLOCK)
     equals = tl.where(last == lowest, kept, count_from(candidates, num, last, BLOCK)) - above
-    # Of those with the last logit, as many as it takes to reach the limit.
+    # Of the tokens with the last logit, as many as needed to reach the limit.
     missing = limit - weight_from(candidates, num, last + 1, best, temperature, BLOCK)
     needed = tl.ceil(missing / weights_of(unordered(last), best, temperature))
     equals = tl.where(needed < equals, needed.to(tl.int32), equals)
@@ -507,7 +507,7 @@ _TYPICAL = Variant(typical_kernel, {"BLOCK": BLOCK}, num_warps=16, num_stages=1)
 
 @cache
 def _variants(spans: int, span: int) -> tuple[Variant, Variant, Variant, Variant]:
-    """Of the four launches, in their order. `span`: SPAN."""
+    """The variants of the four launches, in order. `span`: SPAN."""
     sizes = {"BLOCK": BLOCK, "SPAN": span}
     padded = sizes | {"PADDED": triton.next_power_of_2(spans)}
     return (

@@ -298,7 +298,7 @@ def pick_kernel(
 
 @cache
 def _variants(spans: int, span: int) -> tuple[Variant, ...]:
-    """Of the five launches, for rows of so many spans, of so many tokens each."""
+    """The variants of the five launches, for rows of `spans` spans of `span` tokens each."""
     sizes = {"BLOCK": BLOCK, "SPAN": span}
     padded = {"PADDED": triton.next_power_of_2(spans)}
     return (

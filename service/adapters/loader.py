@@ -135,7 +135,7 @@ class AdapterLoader:
         path = Path(first.source)
         if not path.is_absolute():
             raise InvalidArgument("BAD_SOURCE", "source", "must be an absolute path of the server's machine")
-        # Whoever removes a copy that failed must not meet the thread that writes it.
+        # Complete even if cancelled: a failed copy must not be removed while the thread still writes it.
         await complete(asyncio.to_thread(self._store.copy, path, number))
 
     async def _receive(

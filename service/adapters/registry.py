@@ -35,7 +35,7 @@ class AdapterVersion:
     # Known since a worker has loaded it.
     rank: int = 0
     size_bytes: int = 0
-    # Of the content; see `content_digest` in workers/common/adapter_files.py. Empty: the files are gone.
+    # See `content_digest` in workers/common/adapter_files.py. Empty: the files are gone.
     digest: str = ""
 
 

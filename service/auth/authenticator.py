@@ -72,7 +72,7 @@ class Authenticator:
                 "tokens", (tokens,), lambda: read_token_store(tokens, has_ca=certificates)
             )
         self._certificates = certificates
-        # By which the other gateways of this server prove that a call is forwarded. Empty: there are none.
+        # With it, other gateways of this server prove that they forward a call. Empty: there are none.
         self.hop_secret = ""
         self._tenants: dict[str, Tenant] = {}
 

@@ -37,8 +37,8 @@ _CONFIG = "config.json"
 _SMALL = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "model.safetensors.index.json",
-    # Of sentence-transformers: what makes an embedding of hidden states.
+    "model.safetensors.index.json", "quantize_config.json", "quant_config.json",
+    # Of sentence-transformers: how hidden states become an embedding.
     "modules.json", "[0-9]_*/config.json",
 )  # fmt: skip
 # In one file or in many. Not those in directories, nor in another layout (`consolidated.safetensors`).

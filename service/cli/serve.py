@@ -27,7 +27,7 @@ from workers.common.protocol import EXIT_CONFIG
 
 # The settings of a gateway that is only made, beside a directory of its own: it meets no other one.
 _ALONE = {"listen": "127.0.0.1:0"}
-# Of an extension, which may not be installed.
+# Settings of an extension that may not be installed.
 _OF_OTHERS = {"gateways": 1, "shards": 1, "peer_listen": ""}
 
 

@@ -214,7 +214,7 @@ class JournalConformance:
         asyncio.run(test())
 
     def test_a_kill_loses_nothing_that_was_told(self, tmp_path: Path) -> None:
-        """Of a gateway that commits one token after the other."""
+        """A gateway commits one token after the other, and is killed."""
         spawn = multiprocessing.get_context("spawn")
         receiver, sender = spawn.Pipe(duplex=False)
         process = spawn.Process(target=_append_for_ever, args=(self, tmp_path, sender))

@@ -182,9 +182,10 @@ class Segments:
 
     def check(self) -> None:
         """Finds out whether another program has changed frames. Raises LostFrames, OSError."""
+        end = self._end._replace(written=self._next_number - 1)
         try:
             # Only whether they are there matters.
-            replay(self.directory, self._end, self._next_number - 1, lambda _frame: None)
+            replay(self.directory, end, end.written, lambda _frame: None)
         except JournalUnusable as error:
             why = "Another program has changed the journal, or an older copy was put in its place"
             do = "Stop the gateway, and restore all files of the directory from the newest copy"

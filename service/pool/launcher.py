@@ -16,9 +16,9 @@ from workers.common import worker_pb2
 class WorkerProcesses(Protocol):
     """The running processes of one incarnation of a worker."""
 
-    # Of the incarnation: higher than all earlier ones, including those of earlier gateways.
+    # Higher than those of all earlier incarnations, including those of earlier gateways.
     epoch: int
-    # Of the process that serves the stream; 0 where a pid has no meaning here.
+    # The process that serves the stream; 0 if its pid has no meaning on this host.
     pid: int
     # Adopted, and started from other code than a new one would be.
     is_outdated: bool

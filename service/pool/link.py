@@ -33,7 +33,7 @@ Stream: TypeAlias = MessageStream[worker_pb2.ConnectResponse]
 class Endpoint(Protocol):
     """Owner of the stream of one incarnation of a worker, and of the connection below it."""
 
-    # Of a worker on another host; empty on this machine.
+    # The address of a worker on another host; empty on this machine.
     host_address: str
 
     async def open(self, max_bytes: int) -> Stream:

@@ -52,7 +52,7 @@ class LocalLauncher:
         self._can_watch = can_watch()
         # How long workers outlive this gateway; 0: they end with it.
         self._grace_s = orphan_grace_s
-        # These are set by `adopt`.
+        # Set by `adopt`.
         self._directory: WorkerDirectory
         self._epochs: Epochs
         self._port: WorkerPort
@@ -138,7 +138,7 @@ class LocalLauncher:
         own = self.assign(config)
         epoch = await self._epochs.next()
         if self._stopping:
-            # They may hold memory that this worker needs.
+            # Stopping processes may hold memory that this worker needs.
             await asyncio.wait(self._stopping, timeout=_KILL_TIMEOUT_S)
         self._open_again()
         # Read before it starts: if an upgrade comes between, the next gateway replaces the worker.

@@ -35,7 +35,7 @@ class WorkerSlot:
     index: int = 0
     epoch: int = 0
     pid: int = 0
-    # Of a worker on another host.
+    # The address of a worker on another host.
     address: str = ""
     state: executor_pb2.WorkerState = executor_pb2.WORKER_STATE_STARTING
     load_progress: float = 0.0
@@ -60,7 +60,7 @@ class ModelVersion:
     model: str
     # The first version whose caches continue with this one.
     continued_from: int
-    # Of the first worker that was ready with it. All others must have the same one.
+    # The fingerprint of the first worker that was ready with it. All others must have the same one.
     fingerprint: str | None = None
 
 

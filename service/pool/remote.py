@@ -30,9 +30,9 @@ _ID_BYTES = 16
 class LeasedWorker:
     """A worker that was leased, while this gateway has it. See `WorkerProcesses`."""
 
-    # That of the other host means nothing here.
+    # A pid of another host means nothing here.
     pid = 0
-    # Whoever runs it there restarts it for an upgrade.
+    # The operator of that host restarts it for an upgrade.
     is_outdated = False
 
     def __init__(self, epoch: int, endpoint: Endpoint) -> None:
@@ -68,7 +68,7 @@ class RemoteLauncher:
         self._epochs = Epochs(self._directory)
         self._gateway_id = secrets.token_hex(_ID_BYTES)
         if lease is not None:
-            # Of the shard: its next owner is the same one for its workers, and they keep their KV.
+            # The shard's: to its workers the next owner is the same gateway, and they keep their KV.
             self._gateway_id = lease.lease_id
             self._epochs.continue_after(lease.first_epoch)
         # Until when the workers of an earlier gateway are preferred, by the clock of the event loop.

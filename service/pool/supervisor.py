@@ -79,7 +79,7 @@ class Supervisor:
         snapshots = await asyncio.gather(
             *(i.request_snapshot(check_integrity=check_integrity, timeout_s=timeout_s) for i in ready)
         )
-        # They are in the slots, or newer ones of heartbeats, which have no integrity check.
+        # The slots have these snapshots, or newer ones of heartbeats, which have no integrity check.
         for incarnation, snapshot in zip(ready, snapshots, strict=True):
             if snapshot is not None and check_integrity and incarnation in self._running.values():
                 incarnation.slot.snapshot.pool_intact = snapshot.pool_intact

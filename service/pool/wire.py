@@ -41,7 +41,7 @@ class _Message(NamedTuple):
     """What is sent to one worker at once: plain decodes that follow each other are one command."""
 
     request: worker_pb2.ConnectRequest
-    # Of the plain decodes that are not in it yet. Their options, each with its number.
+    # The rows of plain decodes that are not in the message yet; and the number of each of their options.
     rows: list[bytes]
     options: dict[bytes, int]
 

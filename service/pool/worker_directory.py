@@ -51,7 +51,7 @@ class WorkerFile:
 
     path: Path
     worker_id: str
-    # Of its start. Gateways that followed have given it others.
+    # The epoch of its start. Later gateways have given it others.
     epoch: int
     # Digests of its configuration, and of the code that it was started from.
     settings: str

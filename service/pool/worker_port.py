@@ -106,14 +106,14 @@ class WorkerPort:
         self._warn = RareWarnings(__name__)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        # Those whose workers are not sent away.
+        # Workers that have a lease of one of these gateways are not sent away.
         self._gateway_ids: set[str] = set()
         # Connections before their hello, the oldest first: their addresses, and since when they are open.
         self._unknown: dict[asyncio.Task[None], tuple[str, float]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusing: set[asyncio.Task[None]] = set()
         self._waiting: list[DialledWorker] = []
-        # Who waits for a worker, the one that has waited longest first.
+        # The launchers that wait for a worker, longest wait first.
         self._takers: dict[asyncio.Future[DialledWorker], Wants] = {}
         # By gateway id and epoch: a worker that dials again has lost that stream.
         self._leased: dict[tuple[str, int], MessageStream[worker_pb2.ConnectResponse]] = {}
@@ -286,7 +286,7 @@ class WorkerPort:
         return ""
 
     def _taker_of(self, hello: worker_pb2.Hello) -> asyncio.Future[DialledWorker] | None:
-        """Who wants it, the one that has waited longest. None: nobody who waits."""
+        """The launcher that wants this worker and has waited longest. None: there is none."""
         for found, wants in self._takers.items():
             if not found.done() and wants(hello):
                 return found

@@ -274,7 +274,7 @@ def _schema_of_calls(tools: Mapping[str, _Schema], max_calls: int) -> str:
         "$defs": definitions,
     }
     try:
-        # They are no shorter in the end.
+        # The final grammar is at least as long.
         if len(json.dumps([*tools.values()], ensure_ascii=False)) > MAX_GRAMMAR_BYTES:
             message = f"the schemas of functions to call have at most {MAX_GRAMMAR_BYTES} bytes"
             raise InvalidArgument("BAD_CONSTRAINT", TOOLS, message)

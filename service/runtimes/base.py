@@ -47,7 +47,7 @@ class ChunkSink(Protocol):
         """Takes chunks, those of one sample in their order. Never waits."""
 
     async def wait_for_room(self) -> None:
-        """To be awaited before each step or request: returns when the sink is not full."""
+        """Waits until the sink is not full. Call it before each step or request."""
 
     def on_release(self, callback: Callable[[], None]) -> None:
         """`callback` is called when a kept batch will not be resumed.

@@ -29,7 +29,7 @@ class BatchCaches:
         self._dispatcher = dispatcher
         self._tenant = batch.tenant
         self._batch_key = batch.key
-        # Of each item that makes caches, and whether they are forks of one.
+        # For each item that makes caches, whether they are forks of one.
         self._made = {
             item.item_id: (num_samples(item), num_samples(item) > 1 or item.HasField("cache"))
             for item in batch.items
@@ -54,7 +54,7 @@ class BatchCaches:
         return self._dispatcher.caches.index.lookup(key, self._tenant) if key else ()
 
     def adapter(self, item_id: str, part: str) -> int:
-        """That of the caches made under a key, also by an earlier run. 0: none."""
+        """The adapter of the caches that were made under a key, maybe by an earlier run. 0: none."""
         key = self.key(item_id, part)
         made = self._dispatcher.caches.index.made_by(key, self._tenant) if key else ()
         return next((entry.state.adapter for entry in made if entry is not None), 0)

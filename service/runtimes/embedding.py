@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048
 LAST, MEAN, FIRST = "lasttoken", "mean", "cls"
-# Of an answer, beside its numbers.
+# The size of an answer beside its numbers.
 _VECTOR_BYTES = 32
 _ITEM = re.compile(r"^(?:items\[\d+\]\.)?(?:token_ids)?")
 # The method of this name. Any: the context of the call.

@@ -1,8 +1,8 @@
 """One batch on this server's own workers: the decode loop that a client would run, inside the gateway.
 
-Each sample is a task. All samples whose tokens arrived in one turn of the dispatcher take their next step
-together, so a batch costs one step per token, as with BatchDecode. Every request goes through the caches'
-state machine, like a client's: journal, replay, admission and fencing apply.
+All samples whose tokens arrived in one turn of the dispatcher take their next step together (`sample_steps`),
+so a batch costs one step per token, as with BatchDecode. Every request goes through the caches' state
+machine, like a client's: journal, replay, admission and fencing apply.
 
 A batch that must survive its client or this server creates its caches under its own request ids. When it is
 resumed, the tokens that the caches hold are pushed through new samples, and generation continues after them:
@@ -12,12 +12,9 @@ tokens are a pure function of the prompt, the options and the seeds in the journ
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from array import array
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from quire.v1 import runner_pb2, types_pb2
 
@@ -31,46 +28,25 @@ from service.caches.requests import (
     CacheSnapshot,
     Fork,
     Handles,
-    Request,
     Truncate,
-    cache_ids,
 )
 from service.caches.tenants import Tenant
-from service.dispatcher import Dispatcher, Outcomes
+from service.dispatcher import Dispatcher
 from service.errors import (
     DeadlinePassed,
     ExecutionLost,
-    InternalError,
     QuireError,
     WeightsChanged,
     reused_request_id,
 )
-from service.logging import current_request_id, get_logger
+from service.logging import current_request_id
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
 from service.runtimes.held_samples import HeldSamples
 from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
-from service.text.constraints import Matcher
-from service.text.task_process import TaskFailed, TaskProcess
-
-_log = get_logger(__name__)
-# Samples that take a step before other tasks run. Takes one or two milliseconds.
-_SAMPLES_AT_ONCE = 16
-# How long a run computes masks before other runs do. A usual one takes a tenth of a millisecond.
-_MASKS_TURN_S = 0.02
-_T = TypeVar("_T")
-# Its result is what was requested, or a QuireError.
-_Future: TypeAlias = "asyncio.Future[Any]"
-
-
-class _MasksWanted(NamedTuple):
-    """Which tokens may follow now and along a draft: see `Matcher.allowed_along`."""
-
-    matcher: Matcher
-    draft: Sequence[int]
-    most: int
+from service.runtimes.sample_steps import SampleSteps
 
 
 class LocalRun:
@@ -80,32 +56,20 @@ class LocalRun:
         self, dispatcher: Dispatcher, batch: Batch, sink: ChunkSink, lease_s: float | None = None
     ) -> None:
         """`lease_s`: of new caches. None: that of calls that give none."""
-        self._dispatcher = dispatcher
         self._batch = batch
-        self._sink = sink
-        # In a worker's queue the batch is one caller among others.
-        self._caller = dispatcher.new_caller()
         self._request_id = current_request_id()
         self._caches = BatchCaches(dispatcher, batch)
         self._tenant = batch.tenant or Tenant()
         self._lease_s = lease_s
         if batch.keep_s:
             sink.on_release(self._caches.stop_keeping)
-        # The tasks that may take a step: what each awaits, and its result.
-        self._steps: deque[tuple[_Future, object]] = deque()
-        # What tasks have put and requested in their steps: chunks, requests to the caches, masks.
-        self._chunks: list[runner_pb2.SampleChunk] = []
-        self._unsent: list[tuple[Request, _Future]] = []
-        self._to_mask: list[tuple[_MasksWanted, _Future]] = []
-        # The dispatcher's tickets of requests in flight.
-        self._tickets: dict[_Future, int] = {}
-        self._wake = asyncio.Event()
-        self._held = HeldSamples(self._ask, self._caches)
+        self._steps = SampleSteps(dispatcher, sink, batch.tenant, self._caches.add)
+        self._held = HeldSamples(self._steps.ask, self._caches)
         # Resumed samples take the tokens that they have one after another.
         self._resuming = asyncio.Lock()
 
     def close(self) -> None:
-        """Releases caches, unless the batch is kept: also those that an earlier run has left to this one."""
+        """Releases caches, including those of an earlier run, unless the batch is kept."""
         self._caches.end()
 
     def earlier_adapter(self, item: runner_pb2.ExecuteItem) -> int:
@@ -121,81 +85,18 @@ class LocalRun:
         """Returns when all samples have ended. Cancelling it cancels their requests."""
         try:
             async with asyncio.TaskGroup() as helpers:
-                driving = helpers.create_task(self._drive(helpers))
+                driving = helpers.create_task(self._steps.drive(helpers))
                 async with asyncio.TaskGroup() as tasks:
                     for item in items:
                         of_caller = item.in_place is not None
                         run = self._run_sample(item) if of_caller else self._run_item(item, tasks)
                         tasks.create_task(run)
                 driving.cancel()
-            self._put_chunks()
+            self._steps.put_chunks()
         finally:
-            self._dispatcher.cancel(self._tickets.values())
-
-    async def _drive(self, helpers: asyncio.TaskGroup) -> None:
-        """Lets tasks take their steps, a few at a time. Then sends together what they have requested."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            await self._sink.wait_for_room()
-            while self._steps:
-                for _ in range(min(len(self._steps), _SAMPLES_AT_ONCE)):
-                    future, result = self._steps.popleft()
-                    if not future.cancelled():
-                        future.set_result(result)
-                await asyncio.sleep(0)
-            self._put_chunks()
-            self._send()
-            if self._to_mask:
-                masks, self._to_mask = self._to_mask, []
-                helpers.create_task(self._compute_masks(masks))
-
-    def _put_chunks(self) -> None:
-        if self._chunks:
-            chunks, self._chunks = self._chunks, []
-            self._sink.put(chunks)
-
-    def _send(self) -> None:
-        if not self._unsent:
-            return
-        sent, self._unsent = self._unsent, []
-
-        def on_outcomes(found: Outcomes) -> None:
-            for index, outcome in found:
-                for cache_id in cache_ids(outcome):
-                    self._caches.add(cache_id)
-                self._continue(sent[index][1], outcome)
-
-        requests = [request for request, _ in sent]
-        tickets = self._dispatcher.start(requests, on_outcomes, self._caller, self._batch.tenant)
-        self._tickets.update(zip((future for _, future in sent), tickets, strict=True))
-
-    def _continue(self, future: _Future, result: object) -> None:
-        """Lets the task that awaits `future` take a step soon."""
-        self._steps.append((future, result))
-        self._wake.set()
-
-    async def _turn(self) -> None:
-        """Returns when this task may take its first step."""
-        future: _Future = asyncio.get_running_loop().create_future()
-        self._continue(future, None)
-        await future
-
-    async def _result(self, wanted: list[tuple[_T, _Future]], what: _T) -> Any:
-        """Requests `what` at the end of the step. Raises the QuireError with which that ends."""
-        future: _Future = asyncio.get_running_loop().create_future()
-        wanted.append((what, future))
-        self._wake.set()
-        result = await future
-        self._tickets.pop(future, None)
-        if isinstance(result, QuireError):
-            raise result
-        return result
+            self._steps.cancel()
 
     # Requests.
-
-    async def _ask(self, request: Request) -> Any:
-        return await self._result(self._unsent, request)
 
     async def _append(
         self,
@@ -207,14 +108,14 @@ class LocalRun:
         position: int | None = None,
         part: str = "",
     ) -> Appended:
-        """`sample`: needs the token after these. `part`: names a new cache, see `BatchCaches.key`."""
+        """`sample`: the one that needs the next token. `part`: names a new cache, see `BatchCaches.key`."""
         cache_id = "" if sample is None or part else sample.cache_id
         is_verify = kind is AppendKind.VERIFY
         rows = len(token_ids) if is_verify else int(sample is not None)
         timeout_s = None if item.deadline_s is None else item.deadline_s - time.monotonic()
         prelaunch = 0 if sample is None or is_verify else self._prelaunch(item, sample, position)
         kept_bytes = rows * item.answer_bytes + len(options)
-        appended = await self._ask(
+        appended = await self._steps.ask(
             Append(
                 kind,
                 cache_id,
@@ -247,7 +148,7 @@ class LocalRun:
 
     async def _run_item(self, item: PreparedItem, tasks: asyncio.TaskGroup) -> None:
         """Starts a task for each sample of an item."""
-        await self._turn()
+        await self._steps.turn()
         item_id, indexes = item.spec.item_id, range(item.num_samples)
         forked = self._caches.recall(item_id, SAMPLES)
         parts = [sample_part(index) for index in indexes]
@@ -276,9 +177,9 @@ class LocalRun:
             tasks.create_task(run)
 
     async def _fork(self, item: PreparedItem) -> tuple[list[CacheSnapshot | None], Sequence[int]]:
-        """A cache with the prompt for each sample, and how many of its tokens were found computed.
+        """A cache with the prompt for each sample, and how many of its tokens did not have to be computed.
 
-        Empty: the sample creates its own.
+        No caches: each sample creates its own.
         """
         samples = item.num_samples
         if item.held is not None:
@@ -299,7 +200,7 @@ class LocalRun:
         parent = prefix.cache_id
         key = self._caches.key(item.spec.item_id, SAMPLES)
         try:
-            forked = await self._ask(Fork.of(parent, item.num_samples, (parent,), key))
+            forked = await self._steps.ask(Fork.of(parent, item.num_samples, (parent,), key))
         except QuireError:
             self._caches.finish(parent)
             raise
@@ -323,7 +224,7 @@ class LocalRun:
         cached_tokens: int = 0,
     ) -> None:
         """`cache`: its cache, if there is one. `part`: names the creation of its cache; empty: a fork."""
-        await self._turn()
+        await self._steps.turn()
         sample = item.sample(index)
         sample.cached_tokens = cached_tokens
         try:
@@ -348,10 +249,10 @@ class LocalRun:
             if item.is_late:
                 raise DeadlinePassed
             self._held.go_on(sample, position)
-            began_s, draft, masks = time.monotonic(), sample.draft(), ()
+            began_s, draft = time.monotonic(), sample.draft()
+            masks: Sequence[bytes] = ()
             if sample.matcher is not None:
-                asked = _MasksWanted(sample.matcher, draft, sample.most_drafts)
-                draft, masks = await self._result(self._to_mask, asked)
+                draft, masks = await self._steps.masks(sample.matcher, draft, sample.most_drafts)
                 if sample.matcher.is_complete:
                     self._put(item, sample.complete())
                     return
@@ -374,7 +275,7 @@ class LocalRun:
     async def _begin(
         self, item: PreparedItem, sample: Sample, options: bytes, cache: CacheSnapshot | None, part: str
     ) -> tuple[int, int]:
-        """Takes the tokens that there are, or the first one. Returns the last, and its position."""
+        """Takes the tokens of the cache, or computes the first one. Returns the last, and its position."""
         prompt = item.spec.prompt
         token_ids: Sequence[int] = ()
         if cache is not None:
@@ -384,7 +285,7 @@ class LocalRun:
             last = len(token_ids) - 1
             if not sample.is_finished:
                 # For the token chosen after it. The last append may have been of more tokens than this.
-                await self._ask(Truncate(sample.cache_id, last))
+                await self._steps.ask(Truncate(sample.cache_id, last))
             return token_ids[-1], last
         if cache is None or (part and len(token_ids) == len(prompt)):
             appended = await self._append(item, AppendKind.PREFILL, prompt, sample, options, part=part)
@@ -402,7 +303,7 @@ class LocalRun:
     def _take(self, item: PreparedItem, sample: Sample, appended: Appended) -> tuple[int, int]:
         """Takes the token that was chosen, or several. Returns the last one, and its position."""
         sample.cache_id = appended.cache_id
-        # Those behind a draft's first wrong token are not kept.
+        # Outputs after the first wrong draft token are not kept.
         outputs = done_of(appended).outputs[: appended.kept]
         for position, output in enumerate(outputs, appended.seq_len - len(outputs) + 1):
             if sample.catching_up is not None:
@@ -413,10 +314,10 @@ class LocalRun:
         return outputs[-1].token_id, appended.seq_len
 
     def _put(self, item: PreparedItem, chunk: runner_pb2.SampleChunk) -> None:
-        """Sends a chunk; the last one of a caller's cache says what that is by now."""
+        """Sends a chunk. The last one of a caller's cache has its current handle."""
         if chunk.finish_reason and item.in_place is not None:
             self._held.write_handle(item.in_place, chunk)
-        self._chunks.append(chunk)
+        self._steps.chunks.append(chunk)
 
     async def _resume(self, item: PreparedItem, sample: Sample, cache: CacheSnapshot) -> None:
         """Takes the tokens that a sample's cache holds after the prompt. Raises QuireError."""
@@ -429,7 +330,7 @@ class LocalRun:
         async with self._resuming:
             time_slice = TimeSlice()
             for token_id in cache.token_ids[len(prompt) :]:
-                self._chunks.append(sample.take(token_id))
+                self._steps.chunks.append(sample.take(token_id))
                 if sample.is_finished:
                     return
                 if time_slice.due:
@@ -445,7 +346,7 @@ class LocalRun:
         if cache.weights != item.weights:
             raise WeightsChanged
         if cache.adapter != item.adapter:
-            # It is another adapter's, or of a version that is not there any more.
+            # It has another adapter, or a version that no longer exists.
             raise ExecutionLost
 
     def _fail(self, item: PreparedItem, sample: Sample, error: QuireError) -> None:
@@ -453,46 +354,7 @@ class LocalRun:
             error = DeadlinePassed(has_begun=sample.has_begun)
         self._put(item, sample.fail(to_status(error.without_traceback(), self._request_id)))
 
-    # Masks are computed in a process: other samples do not wait for them.
-
-    async def _compute_masks(self, batch: Sequence[tuple[_MasksWanted, _Future]]) -> None:
-        while batch:
-            # All items of a batch are for one model and one tenant, so all matchers have the same process.
-            masks = await batch[0][0].matcher.in_turn(functools.partial(_masks, batch))
-            if not masks:
-                # The run has ended meanwhile.
-                return
-            for (_, future), mask in zip(batch, masks, strict=False):
-                self._continue(future, mask)
-            batch = batch[len(masks) :]
-
 
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:
     shorter = min(len(token_ids), len(prompt))
     return array("I", token_ids[:shorter]) == array("I", prompt[:shorter])
-
-
-async def _masks(
-    batch: Sequence[tuple[_MasksWanted, _Future]], process: TaskProcess
-) -> list[tuple[Sequence[int], Sequence[bytes]] | QuireError]:
-    """The drafts and masks of the first samples, at least one, unless the run has ended.
-
-    Of so many as are computed within a turn, or until the process ends: others wait for theirs.
-    """
-    masks: list[tuple[Sequence[int], Sequence[bytes]] | QuireError] = []
-    until_s = time.monotonic() + _MASKS_TURN_S
-    for wanted, future in batch:
-        if future.cancelled() or (masks and (process.is_closed or time.monotonic() >= until_s)):
-            break
-        try:
-            masks.append(await wanted.matcher.allowed_along(process, wanted.draft, wanted.most))
-        except QuireError as error:
-            masks.append(error.without_traceback())
-        except TaskFailed:
-            # Another process should try; what is computed is not computed again.
-            raise
-        except Exception:
-            # A bug of ours. Every exception must become an answer.
-            _log.exception("a mask could not be made")
-            masks.append(InternalError())
-    return masks

@@ -69,7 +69,7 @@ class PreparedItem:
 
     @property
     def first_kind(self) -> AppendKind:
-        """That of the append from there on."""
+        """The kind of the append from there on."""
         is_decode = self.held is not None and len(self.spec.prompt) - self.first == 1
         return AppendKind.DECODE if is_decode else AppendKind.PREFILL
 
@@ -105,7 +105,7 @@ class PreparedItem:
         if output.sampling.HasField("seed"):
             output.sampling.seed = (output.sampling.seed + sample.index) % _SEEDS
         if forbidden := sample.forbidden:
-            # Those that are none of the model's have no effect.
+            # Ids outside of the vocabulary have no effect.
             for token_id in forbidden:
                 output.sampling.logit_bias[token_id] = -math.inf
             items.check_choice(output, self._limits, self._forbidding)
@@ -161,7 +161,7 @@ class ItemPreparer:
         context = array("I") if held is None else held.token_ids[: held.position]
         prompt, reading = await self._prompt(item, reading, limits, context)
         if reading is not None:
-            # Whoever resumes a kept sample gets the same ids of calls.
+            # A kept sample that is resumed gets the same ids for its tool calls.
             key = f"{kept_as}\0{item.item_id}" if kept_as else secrets.token_hex()
             reading = replace(reading, call_key=key)
         if held is not None:

@@ -35,7 +35,7 @@ class ReplayBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        # Those that keep any.
+        # The buffers that keep any chunks.
         self._buffers: dict[ReplayBuffer, None] = {}
 
     def count(self, buffer: ReplayBuffer, size_bytes: int) -> None:

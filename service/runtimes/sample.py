@@ -39,7 +39,7 @@ class SampleSpec:
     # None: no text is wanted, or the model has no tokenizer.
     tokenizer: TokenDecoder | None
     with_logprobs: bool
-    # Those of `end_ids` that are a stop text: a special token, which has no text in a sample.
+    # The `end_ids` that are stop texts: special tokens, which have no text in a sample.
     stop_ids: Mapping[int, str] = field(default_factory=dict)
     # Conditions on what was computed of a token, which make it the last one. None: no condition.
     # It is less likely than this.
@@ -50,7 +50,7 @@ class SampleSpec:
     context_tokens: int = 0
     # The most tokens of a draft. 0: no speculative decoding.
     max_draft_tokens: int = 0
-    # They come from a draft model, and not from the prompt.
+    # Drafts come from a draft model, not from the prompt.
     has_draft_model: bool = False
     # What may not follow. None: no rules.
     rules: TokenRules | None = None
@@ -72,9 +72,9 @@ class Sample:
         self.matcher = matcher
         self.is_finished = False
         self._num_tokens = 0
-        # Those that the rules look at.
+        # The last tokens, as many as the rules need.
         self._last = deque[int](maxlen=0 if spec.rules is None else spec.rules.num_before)
-        # Of the text, including what is held back.
+        # The length of the text, including what is held back.
         self._num_characters = 0
         self._stops = StopMatcher(spec.stops)
         # In the text of so many first tokens no stop text is looked for.

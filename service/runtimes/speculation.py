@@ -160,7 +160,7 @@ class Drafter:
         """`most`: the most tokens of a draft. `has_model`: a draft model has them, and not the prompt."""
         self._lookup = None if has_model else PromptLookup(prompt)
         self._length = DraftLength(most)
-        # Of the draft model, behind the last token; and how often in a row there were none.
+        # The draft model's tokens after the last one; and how often in a row there were none.
         self._offered: Sequence[int] = ()
         self._missed = 0
         self._is_accepted = False

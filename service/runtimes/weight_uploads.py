@@ -47,7 +47,7 @@ _MAX_NAMES_BYTES = 1 << 20
 _WEIGHTS = ("*.safetensors*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 _MAX_COPY_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
-# Of sentence-transformers: what makes an embedding of hidden states.
+# Of sentence-transformers: how hidden states become an embedding.
 _MODULES = "[0-9]_*/config.json"
 # Workers name the model by the last parts of its path, up to three in the hub's cache. So its name stays.
 _NAMING_PARTS = 3

@@ -21,7 +21,7 @@ from service.errors import InvalidArgument
 # Limits of a schema, or of all JSON in a chat together: so much is parsed in some ten milliseconds.
 MAX_BYTES = 2 << 20
 MAX_VALUES = 1 << 18
-# Of tools, which are parsed, changed and written several times.
+# The limit for tools, which are parsed, changed and written several times.
 MAX_TOOLS_BYTES = 1 << 18
 MAX_TOOLS_VALUES = 1 << 17
 MAX_MESSAGES = 4096

@@ -12,7 +12,7 @@ from typing import Any
 from service.text import bounded_json
 
 MAX_CALLS = 128
-# Of Python: strings, and characters of operators and spaces. Its parser takes ten microseconds for each.
+# The most strings, operators and spaces of a Python expression. Its parser takes ten microseconds for each.
 _MAX_PYTHON_MARKS = 1 << 12
 # A string with its prefix, or a comment.
 _PYTHON_TEXT = re.compile(
@@ -88,7 +88,7 @@ def _parsed(text: str) -> ast.expr:
     if len(re.sub(r"\w", "", short)) > _MAX_PYTHON_MARKS or _FORMATTED.search(short):
         raise ValueError
     with warnings.catch_warnings():
-        # Of escapes that Python does not know.
+        # Warnings about escapes that Python does not know.
         warnings.simplefilter("ignore")
         return ast.parse(text, mode="eval").body
 

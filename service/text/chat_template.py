@@ -100,7 +100,7 @@ def _task(
                 continue
             yield '"'
             for at in range(0, len(value), _SLICE_CHARACTERS):
-                # Of a message of protobuf: it can be encoded.
+                # The text is from a protobuf message, so it can be encoded.
                 yield json.dumps(value[at : at + _SLICE_CHARACTERS], ensure_ascii=False)[1:-1]
             yield '"'
         yield "}"

@@ -22,7 +22,7 @@ from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError, Te
 
 # The template for chats with tools, where a model has several.
 _WITH_TOOLS = "tool_use"
-# Of a function's name that its results get too: there may be thousands of them.
+# The most characters of a function's name. Its results repeat it, maybe thousands of times.
 _MAX_NAME_CHARACTERS = 256
 # What a template gets for a content of null, and for the arguments of calls: the most usual form first.
 _ABSENT = object()
@@ -125,7 +125,7 @@ def _with_single_calls(messages: _Messages) -> _Messages:
     The template of gpt-oss leaves further calls out, and fails where there are thoughts beside a content.
     """
     made: list[Mapping[str, Any]] = []
-    # Those that the next results answer, by the ids of their calls.
+    # Calls without results so far, by id.
     unanswered: dict[str, deque[Mapping[str, Any]]] = {}
     for message in messages:
         if message["role"] != "tool":

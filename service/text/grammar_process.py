@@ -26,8 +26,8 @@ from service.text.schema_values import Schema, Validator
 
 _MAX_GRAMMARS = 64
 _MAX_MATCHERS = 1024
-# Of a schema. The library parses some 120; to see whether it is a schema takes a time that grows with the
-# square of them.
+# The depth of a schema. The library parses about 120 levels; checking a schema takes a time that grows with
+# the square of them.
 _MAX_LEVELS = 200
 # Whitespace between the parts of a JSON value. Limited, or a model could write whitespace for ever.
 _JSON_WHITESPACE = r"(\x20|\n[\x20\t]{0,20})?"

@@ -40,7 +40,7 @@ class JsonScanner:
         # The brackets that are open, and what is expected.
         self._levels: list[str] = []
         self._expected = "object"
-        # Of a string: whether an escape has begun, and what is left of one with a number.
+        # In a string: whether an escape has begun, and how many digits a numeric one still needs.
         self._is_escape = False
         self._hex_left = 0
         self._scalar = ""

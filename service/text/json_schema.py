@@ -27,7 +27,7 @@ _LEAST_DISTANCE = 1e-15
 _LARGE = 2.0**53
 # The largest bound that the library can apply: the last float of 64 bits with a sign.
 _LARGEST_BOUND = 2**63 - 1024
-# Of a reference, beside letters and digits: programs write the names of types as they are.
+# Characters of a reference beside letters and digits: programs write the names of types as they are.
 _URI = "-._~:/?@!$&'()*+,;=%"
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 from service.setting_rules import AUTO
 
 _Format = TypeVar("_Format", "ToolFormat", "ReasoningFormat")
-# Of everything between the arguments of calls: names and markers.
+# The most characters between the arguments of calls: names and markers.
 MAX_HEAD_CHARACTERS = 512
 
 
@@ -223,7 +223,7 @@ TOOL_FORMATS = (
         "hermes", ("<tool_call>", '"arguments'), ("<tool_call>",), Arguments.CALL_OBJECT,
         closing=" </tool_call>",
     ),
-    # Of <|tool_call_start|>[ or <|tool_list_start|>[, a template has one.
+    # A template has either <|tool_call_start|>[ or <|tool_list_start|>[.
     ToolFormat("lfm2", ("<|tool_", "_start|>["), ("<|tool_call_start|>",), Arguments.PYTHON,
                closing=" <|tool_call_end|>"),
     ToolFormat(

@@ -1,12 +1,12 @@
-"""Divides what a model writes into content, thoughts and tool calls, while it is written.
+"""Parses the output of a model into content, thoughts and tool calls, while it is generated.
 
-One engine for all families, whose formats are in `output_formats`. It reads character by character, as a
-generator, so that a text has the same parts however it is cut into pieces. Where no marker can begin, it
-takes whole pieces.
+One parser for all families, whose formats are in `output_formats`. It reads character by character
+(`answer_reader`), so that the parts of a text do not depend on the pieces in which it comes. Where no marker
+can begin, it takes whole pieces.
 
-A call begins when its name is known. What turns out to be none before that is content. One that turns out to
-be malformed later is *broken*: its text is content for whom it was not sent, and its arguments end there in a
-stream.
+A call begins when its name is known. Text that turns out to be no call before that is content. A call that
+turns out to be malformed later is *broken*: in a stream, its arguments end there; for others its text is
+content.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
 
+from service.text.answer_reader import (
+    MAX_ARGUMENT_CHARACTERS,
+    MAX_HELD_CHARACTERS,
+    AnswerReader,
+    BrokenCall,
+)
 from service.text.call_values import (
     MAX_CALLS,
     NoCall,
@@ -30,31 +36,22 @@ from service.text.call_values import (
     object_of_bare_keys,
     typed_value,
 )
-from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
-from service.text.output_formats import MAX_HEAD_CHARACTERS, Arguments, OutputFormats, Pattern, ToolFormat
+from service.text.json_scanner import JsonScanner
+from service.text.output_formats import MAX_HEAD_CHARACTERS, Arguments, OutputFormats, ToolFormat
 
-MAX_ARGUMENT_CHARACTERS = 1 << 20
-# Of an object that is not known to be a call yet, which is held back.
-_MAX_HELD_CHARACTERS = 1 << 16
-# What is read again in all, behind markers of sections without a call. Further ones are content at once, so
-# that the time grows with the length of an answer, and the end of a section takes some milliseconds.
+# The most characters that are read again, in all, because a section had no call. After that such sections are
+# content at once, so that the time stays proportional to the length of an answer.
 _MAX_READ_AGAIN = 1 << 13
 _SPACES = " \t\r\n"
-# Spaces that are held back, since they may come before a call, where they mean nothing.
+# The most spaces that are held back, since they may come before a call, where they have no meaning.
 _MAX_HELD_SPACES = 256
 _ID_CHARACTERS = string.ascii_letters + string.digits
-# An object that begins as calls do, up to the beginning of the arguments.
+# The beginning of a call as an object, up to the arguments.
 _CALL_OBJECT = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
 _MESSAGE = "<|message|>"
-# Those of all formats, which are made once.
-_pattern = functools.cache(Pattern)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]+)")
-
-
-class _Broken(Exception):
-    """The call that has begun is malformed, or too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +59,10 @@ class Part:
     """The next part of an answer; one field is set.
 
     Attributes:
-        begun: The id and the name of a call.
-        arguments: A piece of its arguments.
-        broken: Its text, which is malformed.
-        index: Of the call, in the order in which they have begun.
+        begun: The id and the name of a call that begins.
+        arguments: A piece of a call's arguments.
+        broken: The text of a malformed call.
+        index: The number of the call, in the order in which calls begin.
     """
 
     content: str = ""
@@ -86,7 +83,7 @@ _Reading: TypeAlias = Generator[None, str, Any]
 
 
 class OutputParser:
-    """The parts of one answer. `push` its pieces in order, then `end`."""
+    """Parses one answer. `push` its pieces in order, then `end`."""
 
     def __init__(
         self,
@@ -99,11 +96,11 @@ class OutputParser:
         dropped: Collection[str] = (),
         call_key: str = "",
     ) -> None:
-        """`tools`: the schemas of arguments by the names of functions; empty: there are no calls.
+        """`tools`: by the name of a function, the schema of its arguments. Empty: there are no calls.
 
-        `max_calls`: further ones are left out. `is_thinking`: the answer begins within thoughts. `goes_on`:
-        there are some already. `dropped`: texts that are no part of an answer. `call_key`: decides the ids of
-        calls.
+        `max_calls`: further calls are left out. `is_thinking`: the answer begins within thoughts, and with
+        `goes_on` these began in an earlier answer. `dropped`: texts that are left out. `call_key`: determines
+        the ids of calls.
         """
         self._call_key = call_key
         self._tools = tools
@@ -116,22 +113,19 @@ class OutputParser:
         self.num_calls = 0
         self.is_thinking = is_thinking
         self._parts: list[Part] = []
-        # Those held back, and those before the call that has begun last.
+        # Spaces that are held back, and those before the call that began last.
         self._spaces = self._spaces_before = ""
         # Whether spaces at the beginning of the next text are dropped.
         self._drops_spaces = is_thinking and not goes_on
-        # What comes next, from an index on, before what is pushed; and what was read since the beginning of
-        # a section.
-        self._ahead, self._ahead_from = "", 0
-        self._read_text: list[str] = []
-        self._has_ended = False
+        # `consumed` is what was read since the beginning of a section.
+        self._input = AnswerReader()
         # Where the next piece can be taken up to; None: it has to be read by characters.
         self._plain: re.Pattern[str] | None = None
-        self._reader = self._answer()
-        next(self._reader)
+        self._parsing = self._answer()
+        next(self._parsing)
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are known after the next piece of the answer."""
+        """Takes the next piece of the answer. Returns the parts that are known now."""
         at = 0
         while at < len(text):
             if self._plain is not None:
@@ -140,19 +134,19 @@ class OutputParser:
                 self._say(text[at:end])
                 at = end
             if at < len(text):
-                self._reader.send(text[at])
+                self._parsing.send(text[at])
                 at += 1
         return self._taken()
 
     def end(self) -> list[Part]:
-        """The last parts. The answer has ended."""
-        self._has_ended = True
-        for _ in self._reader:
+        """The answer has ended. Returns the last parts."""
+        self._input.has_ended = True
+        for _ in self._parsing:
             pass
         return self._taken()
 
     def _taken(self) -> list[Part]:
-        """The parts so far, with neighbours of one kind as one."""
+        """The parts since the last call, with consecutive parts of one kind merged."""
         parts, self._parts = self._parts, []
         merged: list[Part] = []
         for (kind, index), group in groupby(parts, _kind):
@@ -162,57 +156,6 @@ class OutputParser:
             else:
                 merged.extend(group)
         return merged
-
-    # Reading.
-
-    def _read(self) -> Generator[None, str, str]:
-        """The next character; empty: the answer has ended."""
-        if self._ahead_from < len(self._ahead):
-            char = self._ahead[self._ahead_from]
-            self._ahead_from += 1
-        elif self._has_ended:
-            return ""
-        else:
-            self._ahead, self._ahead_from = "", 0
-            # `end` resumes it with nothing.
-            char = (yield) or ""
-        if char:
-            self._read_text.append(char)
-        return char
-
-    def _unread(self, num_characters: int) -> None:
-        """The last characters are read again next."""
-        if num_characters <= self._ahead_from:
-            # They came from there.
-            self._ahead_from -= num_characters
-        else:
-            again = "".join(self._read_text[-num_characters:])
-            self._ahead, self._ahead_from = again + self._ahead[self._ahead_from :], 0
-        del self._read_text[len(self._read_text) - num_characters :]
-
-    def _match(self, *texts: str) -> Generator[None, str, dict[str, str] | None]:
-        """Reads the longest of the texts of a pattern. None: it is none of them, and nothing is read."""
-        pattern = _pattern(*texts)
-        text, found, matched = "", pattern.match(""), 0
-        while pattern.may_begin_with(text):
-            char = yield from self._read()
-            if not char:
-                break
-            text += char
-            if (match := pattern.match(text)) is not None:
-                found, matched = match, len(text)
-        self._unread(len(text) - matched)
-        return found
-
-    def _until(self, end: str) -> Generator[None, str, str]:
-        """Reads up to a literal, which is dropped. Raises _Broken if it does not come."""
-        text = ""
-        while not text.endswith(end):
-            char = yield from self._read()
-            if not char or len(text) > MAX_ARGUMENT_CHARACTERS:
-                raise _Broken
-            text += char
-        return text.removesuffix(end)
 
     # Content and thoughts.
 
@@ -245,7 +188,7 @@ class OutputParser:
     def _thoughts(self) -> _Reading:
         assert self._reasoning is not None
         if not (yield from self._text(frozenset((self._reasoning.end,)))):
-            # They may go on in another answer.
+            # They may continue in another answer.
             self._say_spaces()
         self._spaces = ""
         self.is_thinking, self._drops_spaces = False, True
@@ -255,15 +198,12 @@ class OutputParser:
         plain, beginnings = _beginnings(markers)
         held = ""
         while True:
-            if not held and self._ahead_from < len(self._ahead):
-                found = plain.search(self._ahead, self._ahead_from)
-                end = len(self._ahead) if found is None else found.start()
-                self._say(self._ahead[self._ahead_from : end])
-                self._ahead_from = end
-            self._plain = None if held or self._ahead_from < len(self._ahead) else plain
-            char = yield from self._read()
+            if not held and self._input.is_behind:
+                self._say(self._input.read_ahead(plain))
+            self._plain = None if held or self._input.is_behind else plain
+            char = yield from self._input.read()
             self._plain = None
-            self._read_text.clear()
+            self._input.consumed.clear()
             if not char:
                 self._say(held)
                 return ""
@@ -300,8 +240,8 @@ class OutputParser:
         form = self._format
         if form is None or not form.first:
             return
-        if (yield from self._match(" " + form.first)) is not None:
-            self._unread(len(self._read_text))
+        if (yield from self._input.match(" " + form.first)) is not None:
+            self._input.unread(len(self._input.consumed))
             yield from self._section(form, "")
 
     def _section(self, form: ToolFormat, marker: str) -> _Reading:
@@ -311,44 +251,38 @@ class OutputParser:
             if form.arguments is Arguments.MESSAGE:
                 yield from self._message(form)
                 return
-            yield from self._expect(form.opening)
+            yield from self._input.expect(form.opening)
             yield from self._call(form, marker, is_marked=bool(marker))
             while form.between is not None:
-                self._read_text.clear()
+                self._input.consumed.clear()
                 begin = ""
-                if (yield from self._match(form.between)) is None:
+                if (yield from self._input.match(form.between)) is None:
                     break
                 yield from self._call(form, is_marked=bool(marker))
         except NoCall:
             if self.num_calls == before:
                 self._say(marker)
-            self._num_read_again += len(self._read_text)
+            self._num_read_again += len(self._input.consumed)
             if self._num_read_again > _MAX_READ_AGAIN:
-                self._say("".join(self._read_text))
-                self._read_text.clear()
+                self._say("".join(self._input.consumed))
+                self._input.consumed.clear()
                 return
-            self._unread(len(self._read_text))
+            self._input.unread(len(self._input.consumed))
             if self.num_calls == before:
                 return
-        except _Broken:
-            self._add_to_call(broken=self._spaces_before + begin + "".join(self._read_text))
+        except BrokenCall:
+            self._add_to_call(broken=self._spaces_before + begin + "".join(self._input.consumed))
             self._drops_spaces = False
             return
         # Models may leave it out.
-        yield from self._match(form.closing)
-
-    def _expect(self, *texts: str) -> Generator[None, str, dict[str, str]]:
-        found = yield from self._match(*texts)
-        if found is None:
-            raise NoCall
-        return found
+        yield from self._input.match(form.closing)
 
     def _call(self, form: ToolFormat, marker: str = "", *, is_marked: bool) -> _Reading:
-        """A call, or several where these are one text. Raises NoCall or _Broken.
+        """A call, or several where these are one text. Raises NoCall or BrokenCall.
 
         `marker`: what was read just before, which may be the beginning of its head.
         """
-        head = yield from self._expect(*(text.removeprefix(marker) for text in form.head))
+        head = yield from self._input.expect(*(text.removeprefix(marker) for text in form.head))
         if form.arguments is Arguments.CALL_OBJECT:
             yield from self._call_object(form, is_marked=is_marked)
         elif form.arguments is Arguments.PYTHON:
@@ -363,7 +297,7 @@ class OutputParser:
             name = head.get("name") or given_id.rpartition(":")[0].removeprefix("functions.")
             yield from self._arguments(form, name, given_id)
         # Models may leave it out.
-        yield from self._match(form.tail)
+        yield from self._input.match(form.tail)
 
     def _begin(self, form: ToolFormat, name: str, given_id: str = "", *, is_marked: bool = True) -> None:
         """A call begins. Raises NoCall if it is none."""
@@ -390,41 +324,30 @@ class OutputParser:
         self._add_to_call(arguments=text)
 
     def _arguments(self, form: ToolFormat, name: str, given_id: str = "") -> _Reading:
-        """A call whose arguments are an object. Raises NoCall or _Broken."""
-        char = yield from self._read()
-        self._unread(len(char))
+        """A call whose arguments are an object. Raises NoCall or BrokenCall."""
+        char = yield from self._input.read()
+        self._input.unread(len(char))
         if char != "{":
             raise NoCall
         self._begin(form, name, given_id)
         scanner, size = JsonScanner(), 0
         while not scanner.is_complete:
-            char = yield from self._read_json(scanner)
+            char = yield from self._input.read_json(scanner)
             size += 1
             if not char or size > MAX_ARGUMENT_CHARACTERS:
-                raise _Broken
+                raise BrokenCall
             self._add_arguments(char)
 
-    def _read_json(self, scanner: JsonScanner) -> Generator[None, str, str]:
-        """The next character, which the scanner has; empty: the answer has ended, or it is no JSON."""
-        char = yield from self._read()
-        if char:
-            try:
-                scanner.feed(char)
-            except MalformedJson:
-                self._unread(1)
-                return ""
-        return char
-
     def _call_object(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
-        """A call as an object with its name and its arguments. Raises NoCall or _Broken."""
+        """A call as an object with its name and its arguments. Raises NoCall or BrokenCall."""
         scanner, text = JsonScanner(), ""
         has_begun = is_in_arguments = False
         while not scanner.is_complete:
-            char = yield from self._read_json(scanner)
+            char = yield from self._input.read_json(scanner)
             text += char
-            most = MAX_ARGUMENT_CHARACTERS if has_begun else _MAX_HELD_CHARACTERS
+            most = MAX_ARGUMENT_CHARACTERS if has_begun else MAX_HELD_CHARACTERS
             if not char or len(text) > most:
-                raise _Broken if has_begun else NoCall
+                raise BrokenCall if has_begun else NoCall
             begins = not has_begun and char == "{" and scanner.depth == 2
             if begins and (match := _CALL_OBJECT.fullmatch(text)):
                 self._begin(form, match["name"], is_marked=is_marked)
@@ -438,48 +361,29 @@ class OutputParser:
             self._add_arguments(arguments)
 
     def _pairs(self, form: ToolFormat, name: str) -> _Reading:
-        """The arguments as keys and values, and the end of the call. Raises NoCall or _Broken."""
+        """The arguments as keys and values, and the end of the call. Raises NoCall or BrokenCall."""
         ends = [form.tail + form.closing, *([form.tail] if form.tail.strip() else [])]
-        key = yield from self._match(" " + form.key)
+        key = yield from self._input.match(" " + form.key)
         if key is None:
-            yield from self._expect(*ends)
+            yield from self._input.expect(*ends)
         self._begin(form, name)
         before = "{"
         while key is not None:
-            value = yield from self._until(form.value_end)
+            value = yield from self._input.until(form.value_end)
             is_text = key.get("text") == "true"
             typed = (
                 json.dumps(value) if is_text else typed_value(value, self._tools.get(name, {}), key["key"])
             )
             self._add_arguments(f"{before}{json.dumps(key['key'])}: {typed}")
             before = ", "
-            key = yield from self._match(" " + form.key)
-            if key is None and (yield from self._match(*ends)) is None:
-                raise _Broken
+            key = yield from self._input.match(" " + form.key)
+            if key is None and (yield from self._input.match(*ends)) is None:
+                raise BrokenCall
         self._add_arguments("{}" if before == "{" else "}")
-
-    def _bracketed(self, marks: Iterable[str], escape: str = "") -> Generator[None, str, str]:
-        """Reads up to the bracket that closes the first one; not those between two marks. Raises NoCall."""
-        text, depth, mark, is_escaped = "", 0, "", False
-        while not text or depth:
-            char = yield from self._read()
-            if not char or len(text) >= _MAX_HELD_CHARACTERS:
-                raise NoCall
-            text += char
-            if is_escaped:
-                is_escaped = False
-            elif mark:
-                is_escaped = char == escape
-                mark = "" if text.endswith(mark) else mark
-            elif not (mark := next(filter(text.endswith, marks), "")):
-                depth += (char in "[({") - (char in "])}")
-                if not 0 <= depth <= MAX_LEVELS:
-                    raise NoCall
-        return text
 
     def _python_calls(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
         """A list of calls as in Python. Raises NoCall."""
-        text = yield from self._bracketed("'\"", "\\")
+        text = yield from self._input.bracketed("'\"", "\\")
         calls = calls_of_python(text, self._tools if not is_marked else None)
         if self.num_calls + len(calls) > MAX_CALLS:
             raise NoCall
@@ -489,7 +393,7 @@ class OutputParser:
 
     def _bare_keys(self, form: ToolFormat, name: str) -> _Reading:
         """The arguments as an object with bare keys. Raises NoCall."""
-        text = yield from self._bracketed((form.value_end,))
+        text = yield from self._input.bracketed((form.value_end,))
         arguments = object_of_bare_keys(text, form.value_end)
         self._begin(form, name)
         self._add_arguments(arguments)
@@ -498,13 +402,13 @@ class OutputParser:
         """A message of gpt-oss: a call, or the beginning of thoughts or content."""
         head = ""
         while not head.endswith(_MESSAGE):
-            char = yield from self._read()
+            char = yield from self._input.read()
             head += char
             if not char or len(head) > MAX_HEAD_CHARACTERS:
                 raise NoCall
         recipient = _RECIPIENT.search(head)
         if recipient and self._tools:
-            yield from self._match(" ")
+            yield from self._input.match(" ")
             yield from self._arguments(form, recipient["name"])
         elif "analysis" in head and self._reasoning is not None:
             self._begin_thoughts()

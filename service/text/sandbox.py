@@ -66,13 +66,13 @@ _REFUSED = {
     "pivot_root": (155, 41), "chroot": (161, 51), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
 }  # fmt: skip
-# Of calls whose first argument is a process: only with this one, and with 0 where that is this one.
+# Calls whose first argument is a process: only this one is allowed, and 0 where that means this one.
 _OF_THIS_PROCESS = {"kill": (62, 129), "tgkill": (234, 131)}
 _OF_THIS_PROCESS_OR_0 = {
     "prlimit64": (302, 261), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
 }  # fmt: skip
-# Of a descriptor: to whom its signals go, which may be any process of this user. By the second argument.
+# By the second argument: commands that set who gets a descriptor's signals, maybe any process of this user.
 _REFUSED_SECOND = {"fcntl": ((72, 25), (8, 15)), "ioctl": ((16, 29), (0x8901, 0x8902))}
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM

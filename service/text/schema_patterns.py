@@ -46,7 +46,7 @@ def check_backslash(expression: object) -> None:
 
 @functools.cache
 def _byte_tokenizer() -> LLTokenizer:
-    """Of a vocabulary of the 256 bytes."""
+    """A tokenizer whose vocabulary is the 256 bytes."""
     return LLTokenizer(Vocabulary([bytes([byte]) for byte in range(256)], []))
 
 

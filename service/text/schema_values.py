@@ -74,7 +74,7 @@ class Validator:
         except ValueError:
             return False
         except (ArithmeticError, AttributeError, LookupError, TypeError, Unresolvable):
-            # Of jsonschema, which does not look at these before it follows them.
+            # An error of jsonschema, which does not check references before it follows them.
             raise SchemaError("a reference leads to what is no schema") from None
         finally:
             self._is_invalid.clear()

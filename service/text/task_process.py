@@ -35,7 +35,7 @@ _PROGRAM = "service.text.task_loop"
 _KEPT_ENVIRONMENT = ("PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
 # Until it has imported what it needs. For a process that hangs: a slow disk or a busy machine may need long.
 _START_TIMEOUT_S = 120.0
-# Of what it says when it starts, and what of that is logged.
+# Limits of what the process prints when it starts, and of how much of that is logged.
 _MAX_SAID_BYTES, _MAX_LOGGED_CHARACTERS = 1 << 16, 500
 # Read from the socket at once. Memory for more is mapped anew for each read.
 _PART_BYTES = 1 << 16

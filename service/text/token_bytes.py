@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 # Tokens among which one is looked for to decode others beside it.
 _CANDIDATES = 4096
-# Of a byte-level decoder, how many tokens are checked.
+# How many tokens of a byte-level decoder are checked.
 _MAX_CHECKED = 2048
 # Texts decoded in one call, during which no other Python thread runs.
 _MAX_DECODED = 2048

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # How many times longer all parts together may make a text.
 _MAX_GROWTH = 128
-# Of the decoder's settings as JSON. Also limits the number of nested parts.
+# The size of the decoder's settings as JSON. Also limits the number of nested parts.
 _MAX_DECODER_BYTES = 16 << 10
 # The longest tokens of known models have a few hundred characters.
 _MAX_TOKEN_CHARACTERS = 4096

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -159,12 +161,19 @@ def test_a_generation_is_one_text(prompt: Any, settings: dict[str, Any]) -> None
 class Breaking:
     """A server's stream that breaks off before the first chunk, each time."""
 
-    def __init__(self, *, after_s: float = 0.0, is_accepted: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        after_s: float = 0.0,
+        is_accepted: bool = False,
+        code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE,
+    ) -> None:
         self.begun = 0
         self.timeouts: list[float | None] = []
         self.has_broken = threading.Event()
         self.after_s = after_s
         self.is_accepted = is_accepted
+        self.code = code
 
     def __call__(self, _request: runner_pb2.ExecuteRequest, *, timeout: float | None = None) -> Self:
         self.begun += 1
@@ -174,10 +183,9 @@ class Breaking:
     def __iter__(self) -> Iterator[runner_pb2.ExecuteResponse]:
         time.sleep(self.after_s)
         self.has_broken.set()
-        unavailable = grpc.StatusCode.UNAVAILABLE
         if self.is_accepted:
             yield runner_pb2.ExecuteResponse(started=runner_pb2.ExecutionStarted(request_id="r"))
-        raise grpc.aio.AioRpcError(unavailable, grpc.aio.Metadata(), grpc.aio.Metadata())
+        raise grpc.aio.AioRpcError(self.code, grpc.aio.Metadata(), grpc.aio.Metadata())
 
     def cancel(self) -> None:
         pass
@@ -221,6 +229,35 @@ def test_a_long_silence_before_the_first_break_is_none_of_the_time_it_may_be_bro
     with pytest.raises(quire.Unavailable):
         list(execution)
     assert breaking.begun > 1
+
+
+@pytest.mark.parametrize("name", ["CANCELLED", "INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED"])
+def test_a_stream_that_a_proxy_breaks_off_goes_on(name: str) -> None:
+    """By an RST_STREAM of HTTP/2, or an end without a status. Before, it failed."""
+    breaking = Breaking(code=grpc.StatusCode[name])
+    with pytest.raises(quire.QuireError):
+        list(kept(breaking, 0.25, []))
+    assert (breaking.begun > 1) == (name != "RESOURCE_EXHAUSTED")
+
+
+async def test_a_client_that_is_closed_while_a_stream_is_broken_says_so() -> None:
+    """Before, it was an error of gRPC."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+    asynchronous = quire.AsyncClient(target)
+    execution = asynchronous.execute([1], keep_s=60)
+    reading = asyncio.create_task(execution.texts())
+    await asyncio.sleep(0.2)
+    await asynchronous.close()
+    with pytest.raises(quire.Cancelled):
+        await reading
+    blocking = quire.Client(target)
+    texts = blocking.execute([1], keep_s=60).texts
+    waiting = asyncio.create_task(asyncio.to_thread(texts))
+    await asyncio.sleep(0.2)
+    blocking.close()
+    with pytest.raises(quire.Cancelled):
+        await waiting
 
 
 def test_what_breaks_off_before_the_first_chunk_each_time_is_given_up() -> None:
@@ -294,14 +331,6 @@ def test_what_is_kept_ends_when_it_is_cancelled_at_once(gateway: GatewayProcess)
             begun.append(execution)
         assert not any(client.cancel_execution(execution.request_id) for execution in begun)
     gateway.wait_until(lambda: gateway.status().caches == 0)
-
-
-async def test_what_is_kept_ends_with_await(gateway: GatewayProcess) -> None:
-    async with quire.AsyncClient(gateway.address) as client:
-        execution = client.execute("12+30=", max_tokens=1, keep_s=60)
-        assert [chunk.text async for chunk in execution]
-        await execution.cancel()
-        assert not await client.cancel_execution(execution.request_id)
 
 
 def test_it_goes_on_by_itself_when_the_server_is_killed_and_starts_again(

@@ -10,7 +10,7 @@ import pytest
 from quire import AsyncClient, Client, _methods
 from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
-from quire.errors import Cancelled
+from quire.errors import Cancelled, InternalError
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
@@ -133,6 +133,10 @@ def test_what_grpc_drops_is_repeated_and_what_the_server_cancels_is_not() -> Non
     decode = pb.DecodeRequest(cache_id="kv0_a", position=3)
     attempts = Attempts(_methods.DECODE, decode, 60, several=True)
     assert attempts.backoff_s(Cancelled(grpc.StatusCode.CANCELLED, "", "CANCELLED")) < 1
+    # A proxy breaks the call off.
+    assert attempts.backoff_s(InternalError(grpc.StatusCode.INTERNAL, "", "RST_STREAM")) < 1
+    with pytest.raises(InternalError):
+        attempts.backoff_s(InternalError(grpc.StatusCode.INTERNAL, "INTERNAL", "a bug"))
     with pytest.raises(Cancelled):
         attempts.backoff_s(Cancelled(grpc.StatusCode.CANCELLED, "CANCELLED", "by its caller"))
 

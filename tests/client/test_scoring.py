@@ -26,7 +26,6 @@ from quire import (
     verify_rows,
 )
 from quire.v1 import executor_pb2, types_pb2
-from quire.v1.sampling_settings import SamplingSettings
 
 from tests.gateway_process import ROOT, GatewayProcess
 
@@ -240,17 +239,12 @@ def test_a_wrong_option_is_an_error_of_a_kind(options: Any, error: type[Exceptio
     assert type(caught.value) is error
 
 
-def test_every_sampling_setting_has_a_type() -> None:
-    fields = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
-    assert set(SamplingSettings.__annotations__) == set(fields)
-    assert output_options(penalty_from=3).sampling.penalty_from == 3
-
-
 def test_options_from_keywords(client: Client) -> None:
     settings = types_pb2.SamplingParams(temperature=0.6, top_p=0.9)
     output = output_options(logits="bf16", sampling=settings, temperature=0.0, top_k=None, seed=5)
     assert output.logits == types_pb2.DATA_TYPE_BF16
     assert (output.sampling.temperature, output.sampling.seed) == (0.0, 5)
+    assert output_options(penalty_from=3).sampling.penalty_from == 3
     assert output.sampling.top_p == pytest.approx(0.9) and not output.sampling.HasField("top_k")
     assert settings.temperature == pytest.approx(0.6), "what was given is left as it was"
     assert output_options() == types_pb2.OutputOptions()

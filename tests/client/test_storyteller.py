@@ -83,8 +83,9 @@ def test_the_loop_of_the_tutorial_prints_what_it_shows(served: GatewayProcess, t
     assert re.fullmatch(begins, drawn) and re.fullmatch(begins, drawn_then)
 
 
-@pytest.mark.parametrize("name", ["Mia", "Tom", "Oscar", "Zoe"])
-@pytest.mark.parametrize("animal", ["fox", "owl", "bear"])
+@pytest.mark.parametrize(
+    ("name", "animal"), [("Mia", "fox"), ("Tom", "owl"), ("Oscar", "bear"), ("Zoe", "owl")]
+)
 def test_a_story_is_about_who_was_asked_for(client: Client, name: str, animal: str) -> None:
     asked = [{"role": "user", "content": f"Tell me a story about {name} the {animal}."}]
     story = client.generate(asked, max_tokens=200)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import load_decoder
+from tests.model_factory import hf_greedy, load_decoder
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.models.model import AUTO_KV
 
@@ -53,6 +53,13 @@ class Text:
 
     def release(self) -> None:
         self.gateway.release(self.cache_id)
+
+
+def assert_serves(gateway: GatewayProcess, model: Path, adapter_id: str = "") -> None:
+    """A text that begins now is what transformers says with the weights of a directory."""
+    text = Text(gateway, adapter_id)
+    assert text.finish() == hf_greedy(model, PROMPT, STEPS)
+    text.release()
 
 
 def decoded(gateway: GatewayProcess, prompt: Sequence[int], count: int) -> list[int]:

@@ -315,8 +315,3 @@ def test_a_lost_adapter_says_what_to_do(adapted: Adapted, home: Path) -> None:
         assert str(home) not in details
         load(gateway, "gone", adapted.adapters[0])
         assert Text(gateway, "gone").finish() == adapted.tokens[1]
-
-
-def test_models_without_adapters_say_so(weightless_gateway: GatewayProcess, adapted: Adapted) -> None:
-    reason = refused(lambda: load(weightless_gateway, "a", adapted.adapters[0]))
-    assert reason == "UNSUPPORTED_BY_EXECUTOR"

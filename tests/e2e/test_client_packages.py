@@ -28,12 +28,12 @@ from transformers import AutoTokenizer
 
 from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
-from tests.e2e.greedy import Text
+from tests.e2e.greedy import assert_serves
 from tests.expert_routing import library_experts
 from tests.families import settings_of
 from tests.gateway_process import ROOT, GatewayProcess
 from tests.http_gateway import HttpGateway
-from tests.model_factory import TinyModel, hf_greedy, make_family_model, make_model
+from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.programs import output_of
 from tests.service.extensions.openai.test_tools import answering
 
@@ -158,6 +158,4 @@ def test_a_trainer_of_prime_rl(tmp_path: Path) -> None:
     with HttpGateway(model=str(old), flags=flags) as gateway:
         output_of(python, SCRIPTS, "prime_rl", gateway.url, sources, weights, adapter)
         for adapter_id, served in (("", new), ("policy", merge(tmp_path / "merged", new, adapter))):
-            text = Text(gateway, adapter_id)
-            assert text.finish() == hf_greedy(served, text.prompt, len(text.tokens))
-            text.release()
+            assert_serves(gateway, served, adapter_id)

@@ -18,7 +18,6 @@ from tests.gateway_process import GatewayProcess
 PROMPT = [5, 9, 2, 40, 41, 7, 33]
 LAYERS = 2
 WIDTH = 64
-TIMEOUT_S = 30
 
 
 def hidden(*layers: int, dtype: int = types_pb2.DATA_TYPE_UNSPECIFIED) -> types_pb2.OutputOptions:
@@ -59,9 +58,10 @@ def test_number_formats(tiny_gateway: GatewayProcess, cache: str) -> None:
         assert torch.equal(row, exact.to(rounded).float())
 
 
-def test_what_is_not_there_is_refused(
+def test_layers_that_are_not_there_are_refused(
     tiny_gateway: GatewayProcess, weightless_gateway: GatewayProcess, cache: str
 ) -> None:
+    """A model that has none: error_cases.py."""
     capabilities = pb.GetCapabilitiesRequest()
     assert tiny_gateway.stub.GetCapabilities(capabilities).executor.supports_hidden_states
     assert not weightless_gateway.stub.GetCapabilities(capabilities).executor.supports_hidden_states
@@ -70,7 +70,3 @@ def test_what_is_not_there_is_refused(
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     refused = from_rpc_error(failed.value)
     assert refused.reason == "BAD_OUTPUT" and refused.violations[0][0] == "output.hidden.layers[2]"
-    with pytest.raises(grpc.RpcError) as failed:
-        weightless_gateway.prefill(PROMPT, output=hidden())
-    assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert from_rpc_error(failed.value).reason == "UNSUPPORTED_BY_EXECUTOR"

@@ -15,11 +15,12 @@ import torch
 
 from service.model_names import shipped_model_dir
 from tests import quire_command
-from tests.bad_directories import BAD_DIRECTORIES, make_good, setting
+from tests.bad_directories import make_good
 from tests.e2e.test_gguf import Q4_K_M, make
-from tests.service.test_quantised import GPTQ, QUANTISED
+from tests.service.test_quantised import QUANTISED
 from workers.common.protocol import EXIT_CONFIG
 
+UNEXPLAINED = "tensors of GPTQ and AWQ"
 Flags = list[str]
 # Writes a model into a directory, and returns flags.
 Make = Callable[[Path], Flags]
@@ -29,14 +30,10 @@ def started(*flags: str) -> subprocess.CompletedProcess[str]:
     return quire_command.completed("serve", "--listen", "127.0.0.1:0", *flags)
 
 
-def quantised(kind: str, *flags: str) -> Make:
-    def make_model(directory: Path) -> Flags:
-        make_good(directory / "model", sharded=False)
-        damage = setting(quantization_config=GPTQ) if kind == "gptq" else QUANTISED[kind][0]
-        damage(directory / "model")
-        return ["--model", str(directory / "model"), *flags]
-
-    return make_model
+def unexplained(directory: Path) -> Flags:
+    damage, _ = QUANTISED[UNEXPLAINED]
+    damage(make_good(directory / "model", sharded=False))
+    return ["--model", str(directory / "model"), "--gateways", "2", "--workers", "2"]
 
 
 def cut_short(directory: Path) -> Flags:
@@ -61,10 +58,8 @@ class Refused:
 
 # All of them: tests/service/test_quantised.py and test_config.py, tests/workers/test_gguf_headers.py.
 BEFORE_IT_LISTENS = {
-    "a format that is not served": Refused(quantised("bitsandbytes"), QUANTISED["bitsandbytes"][1]),
     "tensors that config.json does not explain, to several gateways": Refused(
-        quantised("tensors of GPTQ and AWQ", "--gateways", "2", "--workers", "2"),
-        QUANTISED["tensors of GPTQ and AWQ"][1],
+        unexplained, QUANTISED[UNEXPLAINED][1]
     ),
     "a GGUF file that is cut short": Refused(
         cut_short, "ends beyond the end of the file, which is cut short"
@@ -86,15 +81,8 @@ def test_what_the_gateway_sees_is_refused_before_its_port_listens(case: Refused,
     assert line.startswith("quire: ") and case.says in line
 
 
-def not_a_number(directory: Path) -> Flags:
-    (bad,) = (each for each in BAD_DIRECTORIES if each.name == "NaN in a weight")
-    bad.damage(make_good(directory / "model", sharded=bad.sharded))
-    return ["--model", str(directory / "model")]
-
-
 # All that is wrong with directories: tests/workers/test_bad_directories.py.
 BY_THE_WORKER: dict[str, tuple[Make, str]] = {
-    "NaN in a weight": (not_a_number, "is not finite"),
     "more pages than there is memory": (lambda _: ["--kv-pages", "1000000000"], "kv_pages"),
     "a device that is not there": (lambda _: ["--device", "cuda"], "no CUDA device"),
     "a draft model with another tokenizer": (

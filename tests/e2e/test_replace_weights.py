@@ -16,7 +16,7 @@ from quire.v1 import executor_pb2 as pb
 from safetensors.torch import load_file, save_file
 
 from tests.adapter_factory import make_adapter, merge
-from tests.e2e.greedy import Text
+from tests.e2e.greedy import Text, assert_serves
 from tests.e2e.test_adapters import load, unload
 from tests.error_details import reason_of, refused
 from tests.gateway_process import GatewayProcess
@@ -72,13 +72,12 @@ def test_caches_continue_with_the_new_weights(gateway: GatewayProcess, models: l
     begun = [*text.prompt, *said]
     # The last token that was said was chosen by the old weights; it is appended now.
     assert text.tokens == [*said, *hf_greedy(models[1], begun, STEPS)]
-    fresh = Text(gateway)
-    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+    assert_serves(gateway, models[1])
     replace(gateway, models[0])
     other.decode(STEPS)
     assert other.tokens[1:] == hf_greedy(models[0], [*other.prompt, other.tokens[0]], STEPS)
     assert gateway.status().workers[0].pid == pid
-    for each in (text, other, fresh):
+    for each in (text, other):
         each.release()
 
 
@@ -93,9 +92,7 @@ def test_caches_end_if_the_caller_says_so(gateway: GatewayProcess, models: list[
     assert refused(lambda: gateway.stub.RenewCache(renew, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
     assert gateway.release(other)
     text.release()
-    fresh = Text(gateway)
-    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
-    fresh.release()
+    assert_serves(gateway, models[1])
 
 
 def test_what_cannot_be_served_changes_nothing(
@@ -145,9 +142,7 @@ def test_the_dtype_of_files_is_that_of_the_trainer(
     """It does not matter if the server is told a dtype. Else the next worker would take the files'."""
     other = renamed_dtype(models[1], tmp_path / "other", "bfloat16")
     replace(gateway, other)
-    fresh = Text(gateway)
-    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
-    fresh.release()
+    assert_serves(gateway, models[1])
     replace(gateway, models[0])
     differs = r"the config differs from that of the weights that are served: dtype;"
     with GatewayProcess(model=str(models[0])) as automatic, pytest.raises(grpc.RpcError, match=differs):

@@ -19,7 +19,6 @@ from tests.model_factory import hf_greedy, hf_logits
 from tests.token_trees import Tree, random_tree
 
 VOCAB = 97
-TIMEOUT_S = 30
 GREEDY, SAMPLED = types_pb2.VERIFY_ACCEPT_GREEDY, types_pb2.VERIFY_ACCEPT_SAMPLED
 SPECULATIVE = types_pb2.VERIFY_ACCEPT_SPECULATIVE
 

@@ -16,7 +16,7 @@ from quire.v1 import admin_pb2
 from safetensors import safe_open
 from safetensors.torch import save
 
-from tests.e2e.greedy import Text
+from tests.e2e.greedy import Text, assert_serves
 from tests.e2e.test_replace_weights import described, replace, serve
 from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
@@ -93,28 +93,19 @@ def test_they_are_served_as_if_from_a_directory(
     text = Text(gateway)
     source = upload(gateway, shards(models[1]))
     assert described(gateway).model_id == "0" and kept(home) == [source]
-    fingerprint = replace(gateway, Path(source))
-    assert described(gateway).model_id == "0", "a name does not change with the weights"
-    text.decode(STEPS)
-    assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
-    fresh = Text(gateway)
-    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
-    assert kept(home) == [source]
-    assert replace(gateway, models[1]) == fingerprint
-    gateway.wait_until(lambda: kept(home) == [])
-    assert refused(lambda: replace(gateway, Path(source))) == "BAD_SOURCE"
-
-
-def test_the_client_loads_them(models: list[Path], served: tuple[GatewayProcess, Path]) -> None:
-    gateway, _ = served
     with Client(gateway.address, timeout_s=PATIENCE_S) as client:
-        before = client.model_info().model.fingerprint
-        loaded = client.load_weights(upload(gateway, shards(models[1])))
+        loaded = client.load_weights(source, recompute=True)
         assert loaded.phase == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
-        assert client.model_info().model.fingerprint == loaded.fingerprint != before
-        assert client.load_weights(str(models[0]), recompute=True).fingerprint == before
+        assert described(gateway).model_id == "0", "a name does not change with the weights"
         with pytest.raises(InvalidRequest, match="BAD_SOURCE"):
             client.load_weights("upload:none")
+    text.decode(STEPS)
+    assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
+    assert_serves(gateway, models[1])
+    assert kept(home) == [source]
+    assert replace(gateway, models[1]) == loaded.fingerprint
+    gateway.wait_until(lambda: kept(home) == [])
+    assert refused(lambda: replace(gateway, Path(source))) == "BAD_SOURCE"
 
 
 def test_kills_bring_them_back(models: list[Path], home: Path) -> None:
@@ -209,8 +200,7 @@ def test_one_at_a_time_and_the_latest_is_kept(models: list[Path], home: Path) ->
         assert refused(lambda: replace(gateway, Path(first))) == "BAD_SOURCE"
         ended.set()
         replace(gateway, Path(second))
-        fresh = Text(gateway)
-        assert fresh.finish() == hf_greedy(models[2], fresh.prompt, len(fresh.tokens))
+        assert_serves(gateway, models[2])
 
 
 def test_a_model_without_weights_takes_none(weightless_gateway: GatewayProcess) -> None:

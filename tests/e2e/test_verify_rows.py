@@ -13,7 +13,6 @@ from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy
 
 PROMPT = [5, 9, 2, 40]
-TIMEOUT_S = 30
 
 
 @pytest.fixture

@@ -21,14 +21,13 @@ from tests.adapter_factory import make_adapter, merge
 from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
 from tests.e2e.broadcasting_trainer import TIMEOUT_S, Trainer, joined
-from tests.e2e.greedy import Text
+from tests.e2e.greedy import Text, assert_serves
 from tests.e2e.test_auth import Guarded
 from tests.e2e.test_replace_weights import described, replace
 from tests.e2e.test_upload_weights import kept
 from tests.error_details import refused
 from tests.gateway_process import ROOT
 from tests.http_gateway import HttpGateway
-from tests.model_factory import hf_greedy
 from tests.ports import free_port
 
 # For tests that wait so long. With the default of half a minute, which others wait for no time at all.
@@ -75,12 +74,6 @@ def gateway(server: tuple[HttpGateway, Path], models: list[Path]) -> Iterator[Ht
     gateway.wait_until(lambda: kept(home) == [])
     yield gateway
     gateway.assert_pools_are_whole()
-
-
-def assert_serves(gateway: HttpGateway, model: Path) -> None:
-    text = Text(gateway)
-    assert text.finish() == hf_greedy(model, text.prompt, len(text.tokens))
-    text.release()
 
 
 @pytest.mark.parametrize("packed_bytes", [0, 50_000])
@@ -205,9 +198,7 @@ def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_pat
         status, answer = call(gateway, path, {"lora_name": "policy", "lora_path": str(adapter)})
         assert status == 200, answer
         shutil.rmtree(adapter)
-        text = Text(gateway, "policy")
-        assert text.finish() == hf_greedy(merged, text.prompt, len(text.tokens))
-        text.release()
+        assert_serves(gateway, merged, "policy")
     gone = {"lora_name": "policy"}
     assert [call(gateway, "/v1/unload_lora_adapter", gone)[0] for _ in range(2)] == [200, 404]
     status, answer = call(gateway, "/load_lora_adapter", {**gone, "lora_path": str(tmp_path / "none")})

@@ -217,18 +217,6 @@ def worker_pids(gateway: GatewayProcess) -> dict[str, int]:
     return {worker.worker_id: worker.pid for worker in gateway.status().workers}
 
 
-@contextlib.contextmanager
-def stopped(*pids: int) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
 def test_files_go_with_their_workers_and_the_directory_comes_back(gateway: GatewayProcess) -> None:
     caches = cache_on_each_worker(gateway)
     (victim, _), (_, kept) = caches.items()

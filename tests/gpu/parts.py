@@ -229,15 +229,6 @@ def run_together(
         yield run_part(part, end_s, log)
 
 
-# What the tests need; the server's part needs all of the second line, too, and says so where one is missing.
-_NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "pytest", "peft")
-_OF_THE_SERVER = (
-    *("googleapis-common-protos", "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status"),
-    *("h11", "httpcore2", "httpx2", "hypothesis", "Jinja2", "llguidance", "packaging", "prometheus_client"),
-    *("protobuf", "psutil", "structlog", "tokenizers", "truststore", "uvloop"),
-)
-
-
 def missing(names: Sequence[str], *, older: bool = False) -> list[str]:
     """Those that are not installed here, with the version that constraints.txt has; `older`: or are older."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()

@@ -15,6 +15,8 @@ KINDS = [
     integer_groups(8, 0, torch.bfloat16, zeros=False),
     integer_groups(4, 128, torch.float16, zeros=True),
     integer_groups(4, 32, torch.bfloat16, zeros=False),
+    integer_groups(3, 128, torch.float16, zeros=True),
+    integer_groups(2, 64, torch.float16, zeros=False),
     integer_groups(8, 64, torch.float32, zeros=False, minima=True),
     integer_groups(4, 64, torch.bfloat16, zeros=False, minima=True),
     integer_groups(3, 128, torch.bfloat16, zeros=False, minima=True),

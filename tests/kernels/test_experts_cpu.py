@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -22,17 +21,6 @@ from tests.families import by_turns
 from tests.kernels.grouped_weights import random_weight
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.test_experts import choices, matrices, pack
-
-
-@pytest.fixture(autouse=True)
-def _memory_of_nan() -> Iterator[None]:
-    """What torch.empty gives is full of NaN, which must not matter."""
-    threads = torch.get_num_threads()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
-
 
 DTYPES = [torch.bfloat16, torch.float32]
 

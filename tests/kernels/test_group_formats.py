@@ -81,7 +81,7 @@ def test_blocks_take_about_the_bytes_that_they_had(name: str) -> None:
 
 
 def integer_formats() -> Iterator[GroupFormat]:
-    for bits in (8, 4):
+    for bits in (8, 4, 3, 2):
         for group in (32, 64, 128, 256, 512, 0):
             for dtype in SCALE_DTYPES:
                 for zeros in (True, False):
@@ -165,7 +165,7 @@ def test_what_is_not_of_the_format_is_refused() -> None:
     for group in (16, 48, 192, 320, -256):
         with pytest.raises(ValueError, match="groups of"):
             integer_groups(4, group, torch.float16, zeros=False)
-    for bits in (2, 3, 16):
+    for bits in (1, 7, 16):
         with pytest.raises(ValueError, match="bits"):
             integer_groups(bits, 32, torch.float16, zeros=False)
     form = integer_groups(4, 64, torch.float16, zeros=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,13 +29,6 @@ EACH_SHAPE = pytest.mark.parametrize(
     [*SHAPES[:3], *(pytest.param(*shape, marks=pytest.mark.thorough) for shape in SHAPES[3:])],
 )
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 130, 300)
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def quantised(weight: torch.Tensor, name: str, dtype: torch.dtype = torch.float32) -> GroupedWeight:
@@ -245,7 +237,6 @@ def test_products_of_unrounded_rows_have_the_bits_of_the_dequantised_weight(
     assert ((found.double() - exact).abs() <= inputs * 2**-24 * 1.001 * sizes).all()
 
 
-@pytest.mark.usefixtures("_threads")
 # What is done with the rows is the same for all forms, and so are forms for all rows.
 @pytest.mark.parametrize(
     ("form", "rounds_rows"), by_turns(KINDS, [True, False]), ids=lambda value: getattr(value, "name", None)

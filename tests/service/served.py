@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -54,12 +55,13 @@ async def channel_to(
 class HttpPort:
     """An HTTP port of a gateway in this process, for who speaks in bytes."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.port = port
+        self._tls = tls
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection, whose reader takes little of what is not read."""
-        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 10)
+        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 10, ssl=self._tls)
 
     async def send(self, *parts: bytes) -> bytes:
         """Sends bytes, and returns what comes until the connection ends, maybe before they are sent."""

@@ -10,14 +10,7 @@ import pytest
 from service.budgets import SMALL_BYTES, Budget, Budgets
 from service.caches.tenants import Tenant
 from service.config import Config
-from service.errors import (
-    AnswersFull,
-    ArrivingFull,
-    BudgetFull,
-    HttpLimit,
-    SessionLimit,
-    TooManyExecutions,
-)
+from service.errors import AnswersFull, ArrivingFull, BudgetFull, HttpLimit, SessionLimit, TooManyExecutions
 
 ALICE, BOB, CAROL = Tenant("alice"), Tenant("bob"), Tenant("carol")
 LIMIT = 100 * SMALL_BYTES

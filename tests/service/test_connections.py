@@ -1,13 +1,17 @@
-"""Connections are counted among the process's descriptors. tests/e2e/test_bounds.py has their limit."""
+"""What the process has of the system: connections among its descriptors, addresses, and memory."""
 
 from __future__ import annotations
 
+import asyncio
 import resource
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,8 +19,13 @@ import structlog
 from quire import Client
 from quire.v1 import runner_pb2, runner_pb2_grpc
 
+from service import memory
 from service.auth.connections import TooFewDescriptors, server_options, with_descriptors
+from service.auth.unix_socket import LockedUnixSocket
 from service.config import Config
+from service.extensions.gateways.parent import reserved
+from service.listening import CannotListen, binding, listening_socket
+from service.memory import ProcessMemory, keep_trimmed
 
 
 class QuietRunner(runner_pb2_grpc.ModelRunnerServiceServicer):
@@ -101,3 +110,71 @@ def test_the_hard_limit_may_be_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     with pytest.raises(TooFewDescriptors, match="32 file descriptors are too few"):
         with_descriptors(Config())
+
+
+def test_one_server_at_a_time_has_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    first = LockedUnixSocket(str(path))
+    with pytest.raises(OSError, match="another process has this address"):
+        LockedUnixSocket(str(path))
+    first.close()
+    assert not any(tmp_path.iterdir()), "nothing is left behind"
+    LockedUnixSocket(str(path)).close()
+
+
+def test_the_unix_socket_of_a_dead_program_is_replaced_but_not_of_a_live_one(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(OSError, match="another process has this address"):
+            LockedUnixSocket(str(path))
+    assert list(tmp_path.iterdir()) == [path], "it is still there, and no lock file is left"
+    LockedUnixSocket(str(path)).close()
+
+
+async def test_whatever_binds_an_address_says_which_one_cannot_be_bound() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        server = grpc.aio.server()
+        for bind in (
+            lambda: listening_socket(taken),
+            lambda: reserved(taken).__enter__(),
+            lambda: server.add_insecure_port(taken),
+        ):
+            with pytest.raises(CannotListen) as caught, binding(taken):
+                bind()
+            assert caught.value.listen == taken
+            assert caught.value.why.startswith("another process has this address")
+
+
+MIB = 1 << 20
+
+
+class Figures(ProcessMemory):
+    """Returns the figures one after the other, then always the last."""
+
+    def __init__(self, *figures: int) -> None:
+        self._figures = list(figures)
+
+    def resident_bytes(self) -> int:
+        return self._figures.pop(0) if len(self._figures) > 1 else self._figures[0]
+
+
+async def test_without_glibc_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_glibc", lambda: None)
+    await asyncio.wait_for(keep_trimmed(Figures(100 * MIB)), 5)
+
+
+async def test_it_is_trimmed_while_much_more_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    libc = SimpleNamespace(mallopt=lambda *_: 1, malloc_trim=trims.append)
+    monkeypatch.setattr(memory, "_glibc", lambda: libc)
+    monkeypatch.setattr(memory, "_INTERVAL_S", 0.0)
+    figures = Figures(100 * MIB, 110 * MIB, 90 * MIB, 121 * MIB, 122 * MIB, 400 * MIB, 95 * MIB, 95 * MIB)
+    running = asyncio.create_task(keep_trimmed(figures))
+    while len(figures._figures) > 1:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert len(trims) == 2, "at 122 and at 400 MiB, over the least of 90"

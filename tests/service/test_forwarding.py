@@ -8,24 +8,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire.v1 import executor_pb2, types_pb2
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import types_pb2
 
 from service.api.status import from_status
 from service.auth.authenticator import HOP
 from service.budgets import Budgets
 from service.config import Config
-from service.errors import QuireError, SeveralShards
+from service.errors import DeadlinePassed, GatewayUnavailable, QuireError, SeveralShards
 from service.extensions.gateways import forwarding
 from service.extensions.gateways.forwarding import Forwarding
-from service.extensions.gateways.peers import Addresses, Metadata
+from service.extensions.gateways.peers import Addresses, Metadata, Peers
 from service.shard import Shard, shard_of
+from tests.service.served import until
 
 CONFIG = Config()
 # A call may be sent to one other gateway, for each of its parts.
@@ -200,3 +202,50 @@ def test_ids_name_their_shard_and_those_of_a_single_gateway_stay_as_they_were() 
     assert shard_of(Shard(12, 64).new_cache_id()) == 12
     assert Shard().new_cache_id().startswith("kv_") and shard_of(Shard().new_cache_id()) is None
     assert shard_of("kv_3_") is None and shard_of("") is None
+
+
+# Connections: as many as there are gateways, however often these are replaced.
+
+REPLACED = 5
+
+
+async def test_no_connection_to_a_gateway_that_is_gone_remains(tmp_path: Path) -> None:
+    """Before, each address that a gateway had ever had kept its connection."""
+    addresses, connected = Addresses(), Counter[str]()
+    peers = Peers(Config(), "secret", addresses)
+
+    async def listen(path: str) -> asyncio.Server:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected[path] += 1
+            # What is no gateway never answers.
+            while await reader.read(1 << 16):
+                pass
+            connected[path] -= 1
+            writer.close()
+
+        return await asyncio.start_unix_server(serve, path)
+
+    async def call(path: str, timeout_s: float) -> None:
+        request, response = executor_pb2.GetStatusRequest(), executor_pb2.GetStatusResponse
+        with pytest.raises(DeadlinePassed):
+            await peers.call(f"unix:{path}", "GetStatus", request, response, timeout_s, ())
+
+    paths = [str(tmp_path / f"{number}.sock") for number in range(REPLACED)]
+    servers = [await listen(path) for path in paths]
+    addresses.peers = {0: f"unix:{paths[0]}"}
+    # The first one is still asked when the second has taken its place.
+    slow = asyncio.create_task(call(paths[0], 1.5))
+    await until(lambda: connected[paths[0]] == 1)
+    for path in paths[1:]:
+        addresses.peers = {0: f"unix:{path}"}
+        await call(path, 0.2)
+        assert connected[paths[0]] == 1, "it has a call"
+    await slow
+    addresses.peers = {}
+    request, response = executor_pb2.GetStatusRequest(), executor_pb2.GetStatusResponse
+    with pytest.raises(GatewayUnavailable):
+        await peers.call(f"unix:{tmp_path}/none", "GetStatus", request, response, 5, ())
+    await until(lambda: not +connected)
+    await peers.close()
+    for server in servers:
+        server.close()

@@ -69,9 +69,7 @@ def find(tmp_path: Path) -> Find:
         base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
             quire_command.module(
-                "tests.service.find_model",
-                json.dumps([model, revision]),
-                imported=["service.cli.hub"],
+                "tests.service.find_model", json.dumps([model, revision]), imported=["service.cli.hub"]
             ),
             env=base | {"HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
             capture_output=True,

@@ -169,16 +169,6 @@ def answer(tag: int) -> executor_pb2.SessionResponse:
     return executor_pb2.SessionResponse(results=[executor_pb2.SessionResult(tag=tag)])
 
 
-async def generated(_request: Any, _context: Any) -> AsyncIterator[executor_pb2.SessionResponse]:
-    yield answer(1)
-    yield answer(2)
-
-
-async def written(_request: Any, context: Any) -> None:
-    await context.write(answer(1))
-    await context.write(answer(2))
-
-
 async def generated_until_refused(
     _request: Any, _context: Any
 ) -> AsyncIterator[executor_pb2.SessionResponse]:
@@ -209,15 +199,6 @@ async def streaming(behaviour: Callable[[Any, Any], Any], *, many: bool) -> Asyn
         call: Any = channel.stream_stream if many else channel.unary_stream
         rpc = call("/quire.v1.Test/Stream", None, executor_pb2.SessionResponse.FromString)
         yield lambda: rpc(iter([b""]) if many else b"", timeout=PATIENCE_S)
-
-
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("behaviour", [generated, written])
-async def test_a_stream_of_answers_passes(behaviour: Any, many: bool) -> None:
-    async with streaming(behaviour, many=many) as start:
-        call = start()
-        assert [message.results[0].tag async for message in call] == [1, 2]
-        assert await call.code() is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -42,6 +42,23 @@ async def expire(postgres: PostgresServer) -> None:
     await database.close()
 
 
+async def test_a_late_answer_ends_the_statement_and_not_the_gateway(postgres: PostgresServer) -> None:
+    """Of the database to the first message of several; the gateway did not run until it was too late.
+
+    Before, what the driver raised then ended the gateway with a traceback.
+    """
+    database = Database(postgres.url, answer_s=1.0)
+    await database.fetch("SELECT 1")
+    statement = asyncio.create_task(database.fetch("SELECT 2"))
+    await asyncio.sleep(0)
+    time.sleep(1.1)  # noqa: ASYNC251 - as if the process was stopped
+    with pytest.raises(DatabaseFailed) as failed:
+        await statement
+    assert not failed.value.is_certain
+    assert await database.fetch("SELECT 3") == [(3,)]
+    await database.close()
+
+
 async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer, leases_of: LeasesOf) -> None:
     first, second = await leases_of("first"), await leases_of("second")
     lease = await first.acquire(3)

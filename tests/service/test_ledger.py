@@ -9,13 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from service.caches.ledger import Ledger, RecordConflict
-from service.caches.records import (
-    CacheForked,
-    CacheReleased,
-    CacheTruncated,
-    Child,
-    Record,
-)
+from service.caches.records import CacheForked, CacheReleased, CacheTruncated, Child, Record
 from service.caches.segments import SEGMENT_TOKENS
 from service.extensions.conformance import appended, created
 from service.journal.encoding import Frame, encode

@@ -26,24 +26,28 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
     return change
 
 
+def quantised_by(quant_method: str, **settings: object) -> Damage:
+    return setting(quantization_config={"quant_method": quant_method, **settings})
+
+
 PACKED = torch.zeros(8, 8, dtype=torch.int32)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AUTO_ROUND = {**GPTQ, "quant_method": "auto-round", "sym": True, "packing_format": "auto_round:auto_gptq"}
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "another method": (
-        setting(quantization_config={"quant_method": "quanto"}),
+        quantised_by("quanto"),
         "fbgemm_fp8, fp8, gptq, mlx, modelopt, mxfp4, got 'quanto': use the original",
     ),
     "bitsandbytes": (
-        setting(quantization_config={"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}),
+        quantised_by("bitsandbytes", bnb_4bit_quant_type="nf4"),
         "(bitsandbytes): load_in_4bit: either this or load_in_8bit must be true",
     ),
     "tensors of bitsandbytes": (with_tensor("q_proj.weight.absmax", torch.ones(4)), "by the tensors of"),
     "nvfp4": (
-        setting(quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        quantised_by("modelopt", quant_algo="NVFP4"),
         "quantization_config (modelopt): quant_algo: must be FP8, got 'NVFP4'",
     ),
-    "auto-round of 2 bits": (setting(quantization_config=AUTO_ROUND | {"bits": 2}), "bits: must be 4 or 8"),
+    "auto-round of 5 bits": (setting(quantization_config=AUTO_ROUND | {"bits": 5}), "bits: must be 2, 3, 4"),
     "auto-round without a format": (
         setting(quantization_config={**AUTO_ROUND, "packing_format": None}),
         "packing_format: must be auto_round:auto_gptq or auto_round:auto_awq, got None",
@@ -54,13 +58,17 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
     ),
     "auto-round with zero points": (setting(quantization_config=AUTO_ROUND | {"sym": False}), "sym: must be"),
     "mxfp4 of others": (
-        setting(quantization_config={"quant_method": "mxfp4", "group_size": 16}),
+        quantised_by("mxfp4", group_size=16),
         "quantization_config (mxfp4): group_size: is not known, got 16",
     ),
     "without a method": (setting(quantization_config={"bits": 4}), "got None"),
-    "3 bits": (
-        setting(quantization_config=GPTQ | {"bits": 3}),
-        "quantization_config (gptq): bits: must be 4 or 8, got 3",
+    "5 bits": (
+        setting(quantization_config=GPTQ | {"bits": 5}),
+        "quantization_config (gptq): bits: must be 2, 3, 4 or 8, got 5",
+    ),
+    "5 bits in the file of the tool": (
+        lambda directory: (directory / "quantize_config.json").write_text('{"bits": 5, "group_size": 128}'),
+        "quantization_config (gptq): bits: must be 2, 3, 4 or 8, got 5",
     ),
     "an older spelling": (setting(compression_config={"format": "int-quantized"}), "says compression_config"),
     "mlx": (
@@ -124,7 +132,7 @@ def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
 
 
 def test_a_check_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = make(tmp_path / "model", QUANTISED["3 bits"][0])
+    directory = make(tmp_path / "model", QUANTISED["5 bits"][0])
     file = tmp_path / "quire.toml"
     file.write_text(f"listen = '127.0.0.1:0'\nmodel = {json.dumps(str(directory))}\n")
     assert main(["serve", "--check", "--config", str(file)]) == 2

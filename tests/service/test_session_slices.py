@@ -166,6 +166,7 @@ async def test_others_run_between_calls_that_are_refused(monkeypatch: pytest.Mon
 
 async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_SLICE_WEIGHT", 64)
+    monkeypatch.setattr(session_module, "TimeSlice", lambda: TimeSlice(lambda: 0.0))
     harness = Harness(Config())
     prefill = pb.PrefillRequest(token_ids=[1])
     batch = pb.BatchPrefillRequest(items=[prefill] * 40)

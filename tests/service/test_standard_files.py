@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.checkout import ROOT, environment
 
-CLOSED = ("<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-")
+CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
 SHOWN = (
     "import os, socket, sys; from {module} import open_standard_files; open_standard_files();"
     " given = socket.socket();"

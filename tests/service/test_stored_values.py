@@ -13,8 +13,25 @@ from service.journal.values import StoredValues
 from tests.sim.harness import FailingJournal
 
 
-async def test_values_that_cannot_be_written_are_refused_all_together() -> None:
-    journal, ledger = FailingJournal(), Ledger()
+@pytest.fixture
+def journal() -> FailingJournal:
+    return FailingJournal()
+
+
+@pytest.fixture
+def values(journal: FailingJournal, monkeypatch: pytest.MonkeyPatch) -> StoredValues:
+    """What cannot be written is tried again at once."""
+    monkeypatch.setattr(values_module, "_RETRY_S", 0.0)
+    return StoredValues(journal)
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_values_that_cannot_be_written_are_refused_all_together(journal: FailingJournal) -> None:
+    ledger = Ledger()
     values = StoredValues(journal, ledger)
     await values.set({"a": b"1"})
     journal.fails = True
@@ -26,10 +43,9 @@ async def test_values_that_cannot_be_written_are_refused_all_together() -> None:
     assert values.all("") == {"b": b"2"} and ledger.size_bytes == 1
 
 
-async def test_a_value_that_has_to_be_there_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values_module, "_RETRY_S", 0.0)
-    journal = FailingJournal()
-    values = StoredValues(journal)
+async def test_a_value_that_has_to_be_there_is_tried_again(
+    journal: FailingJournal, values: StoredValues
+) -> None:
     journal.fails = True
     values.put("a", b"1")
     values.put("a", b"2")
@@ -46,21 +62,18 @@ async def test_a_value_that_has_to_be_there_is_tried_again(monkeypatch: pytest.M
     values.put("a", b"4")
     values.close()
     journal.fails = False
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await settled()
     assert journal.written == [] and values.get("a") == b"2"
 
 
-async def test_a_later_value_is_not_undone_by_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values_module, "_RETRY_S", 0.0)
-    journal = FailingJournal()
-    values = StoredValues(journal)
+async def test_a_later_value_is_not_undone_by_an_earlier_one(
+    journal: FailingJournal, values: StoredValues
+) -> None:
     journal.fails = True
     values.put("a", b"1")
     journal.fails = False
     await values.set({"a": b"2"})
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await settled()
     assert values.get("a") == b"2"
     journal.is_slow = True
     values.put("a", b"3")
@@ -70,12 +83,9 @@ async def test_a_later_value_is_not_undone_by_an_earlier_one(monkeypatch: pytest
 
 
 async def test_a_value_is_still_tried_again_after_its_replacement_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
+    journal: FailingJournal, values: StoredValues
 ) -> None:
     """Before, it was forgotten: caches were made of weights that the next gateway did not know."""
-    monkeypatch.setattr(values_module, "_RETRY_S", 0.0)
-    journal = FailingJournal()
-    values = StoredValues(journal)
     journal.fails = True
     values.put("a", b"1")
     values.put("b", b"1")
@@ -88,6 +98,5 @@ async def test_a_value_is_still_tried_again_after_its_replacement_has_failed(
     with pytest.raises(StorageUnavailable):
         await refused
     journal.fails = False
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await settled()
     assert values.all("") == {"a": b"1", "b": b"3"}

@@ -34,7 +34,7 @@ Behaviour = Callable[[Requests], AsyncIterator[worker_pb2.ConnectResponse]]
 def ready(fingerprint: str = "one") -> worker_pb2.ConnectResponse:
     message = worker_pb2.WorkerReady(
         pages_total=8,
-        executor=types_pb2.ExecutorCapabilities(page_size_tokens=16),
+        executor=types_pb2.ExecutorCapabilities(page_size_tokens=16, device="cpu"),
         model=types_pb2.ModelDescription(fingerprint=fingerprint),
     )
     return worker_pb2.ConnectResponse(events=[worker_pb2.WorkerEvent(ready=message)], pages_available=8)

@@ -68,11 +68,7 @@ def test_an_unknown_setting_of_a_row_is_refused_by_its_path() -> None:
 
 @pytest.mark.parametrize(
     ("path", "field"),
-    [
-        ((), "200"),
-        (("sampling",), "sampling.200"),
-        (("chat", "messages", 1), "chat.messages[1].200"),
-    ],
+    [((), "200"), (("sampling",), "sampling.200"), (("chat", "messages", 1), "chat.messages[1].200")],
 )
 def test_an_unknown_field_of_an_item_is_refused_by_its_path(path: tuple[str | int, ...], field: str) -> None:
     user = runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content="x")

@@ -101,12 +101,7 @@ FORMAT_BYTES = {
     types_pb2.DATA_TYPE_BF16: 2,
     types_pb2.DATA_TYPE_F16: 2,
 }
-DTYPE_BYTES = {
-    types_pb2.DATA_TYPE_UNSPECIFIED: 4,
-    types_pb2.DATA_TYPE_F32: 4,
-    types_pb2.DATA_TYPE_BF16: 2,
-    types_pb2.DATA_TYPE_F16: 2,
-}
+DTYPE_BYTES = FORMAT_BYTES | {types_pb2.DATA_TYPE_UNSPECIFIED: 4}
 HANDLE = types_pb2.KvCacheHandle(
     cache_id="kv_" + "x" * 24,
     seq_len=BIG,

@@ -19,13 +19,7 @@ from quire.v1 import admin_pb2, types_pb2
 
 from service.adapters.store import AdapterStore
 from service.config import Config
-from service.errors import (
-    InvalidArgument,
-    LoadFailed,
-    NoMemory,
-    QuireError,
-    StorageUnavailable,
-)
+from service.errors import InvalidArgument, LoadFailed, NoMemory, QuireError, StorageUnavailable
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import DIRECTORY, WeightUploads

@@ -112,15 +112,8 @@ def test_invalid_files_are_removed(directory: WorkerDirectory, data_dir: Path) -
         ("worker-0-3.lock", content)
         for content in (b"", b"\xff\xfe", b"a", b"a\n", b"a\nb", b"a\nb\nc\n", b"a\nb\n" * 1000)
     ]
-    names = (
-        "worker-0",
-        "-3",
-        "worker-0-x",
-        "worker-0--3",
-        "worker-0-0",
-        f"worker-0-{9**20}",
-        "w" * 99 + "-1",
-    )
+    names = ["-3", "w" * 99 + "-1", "worker-0"]
+    names += [f"worker-0-{epoch}" for epoch in ("x", "-3", "0", 9**20)]
     hostile += [(f"{name}.lock", b"ab\ncd\n") for name in names]
     for name, content in hostile:
         path = place / name

@@ -1,14 +1,14 @@
 """Decodes through faults: clients of a real server whose workers and gateway are killed, stopped and crash.
 
-Every token is compared with an undisturbed run. Prints progress, and at its end what has happened and what
-must not. The exit status is 0 if nothing did that must not.
+Every token is compared with an undisturbed run. Prints progress, and at its end JSON: what has happened, and
+what must not. The exit status is 0 if nothing did that must not.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -114,11 +114,6 @@ def on_disk(scratch: Path) -> list[str]:
     return ["--kv-disk", str(scratch / "kv"), "--kv-disk-gb", "0.001"]
 
 
-def _machine() -> str:
-    found = machine.describe()
-    return f"{found['cpu']} ({found['cores']} cores)"
-
-
 def _main() -> int:
     command = parser("python -m tests.soak", __doc__, (WEIGHTLESS, TINY, HYBRID), faults=1000)
     command.add_argument(
@@ -127,7 +122,6 @@ def _main() -> int:
     command.add_argument(
         "--kv-disk", action="store_true", help="KV is on disk too; its files and directory are damaged"
     )
-    command.add_argument("--out", type=Path, help="also write the report to this file")
     options = command.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as scratch:
         parts: tuple[Any, ...] = ()
@@ -137,11 +131,8 @@ def _main() -> int:
             flags = ["--tensor-parallel", str(options.tensor_parallel)]
             parts = RanksInjector, flags
         tally = asyncio.run(soak(options, Path(scratch), *parts))
-    asked = shlex.join(["python", "-m", "tests.soak", *sys.argv[1:]])
-    report = tally.report(options.seed, asked, _machine())
-    print(report)
-    if options.out is not None:
-        options.out.write_text(report + "\n")
+    described = {"arguments": sys.argv[1:], "seed": options.seed, "machine": machine.describe()}
+    print(json.dumps(described | tally.summary(), indent=2))
     return 0 if tally.is_clean() and tally.num_faults >= min(options.faults, 1) else 1
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _SHARES = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
-# What must not happen, in the words of the report.
+# What must not happen.
 LOSSES = (
     "lost tokens",
     "duplicated tokens",
@@ -43,9 +43,7 @@ class Tally:
     replaced_adapters: int = 0
     # Of each worker that stored KV on disk, when it was last asked.
     disks: dict[Any, Any] = field(default_factory=dict)
-    # By class: how long callers whose call was under way waited beyond the fault.
-    heal_s: dict[str, list[float]] = field(default_factory=dict)
-    # The same for each of those callers.
+    # By class: how long each caller whose call was under way waited beyond the fault.
     answered_s: dict[str, list[float]] = field(default_factory=dict)
     # Faults whose callers have not all been answered: when it was, its class, and who waits.
     _open: list[tuple[float, str, set[int]]] = field(default_factory=list)
@@ -95,8 +93,6 @@ class Tally:
                 self.answered_s.setdefault(kind, []).append(now_s - at_s)
             if waiting:
                 still_open.append((at_s, kind, waiting))
-            else:
-                self.heal_s.setdefault(kind, []).append(now_s - at_s)
         self._open = still_open
 
     @property
@@ -134,6 +130,9 @@ class Tally:
             "tokens": self.tokens,
             "replayed_tokens": self.replayed_tokens,
             "sequences": self.sequences,
+            "adapted": self.adapted,
+            "replaced_adapters": self.replaced_adapters,
+            "disk_pages": {what: self.disk_pages(what) for what in ("written", "read", "refused")},
             "took_s": round(time.time() - self.began_s, 1),
             "answered_s": {
                 kind: {"callers": len(found)} | quantiles(found, 3)
@@ -141,32 +140,6 @@ class Tally:
                 if found
             },
         }
-
-    def report(self, seed: int, command: str, machine: str) -> str:
-        """Markdown."""
-        lines = [f"`{command}` (seed {seed}) on {machine}, {time.time() - self.began_s:.0f} s.", ""]
-        lines.append(
-            f"{self.num_faults} faults, {self.num_gateway_faults} of them on the gateway;"
-            f" {self.calls} calls, {self.retries} retries, {self.tokens} acknowledged tokens in"
-            f" {self.sequences} sequences, {self.replayed_tokens} tokens replayed."
-            f" {self.adapted} sequences had an adapter; {self.replaced_adapters} times one was replaced.\n"
-        )
-        if self.disks:
-            counts = (f"{self.disk_pages(what)} were {what}" for what in ("written", "read", "refused"))
-            lines.append(f"Pages on disk: at least {', '.join(counts)}.\n")
-        lines += ["| must not happen | times |", "|---|---:|"]
-        lines += [f"| {what} | {self.losses[what]} |" for what in LOSSES]
-        lines += ["", "| fault, phase | times |", "|---|---:|"]
-        lines += [f"| {name} | {count} |" for name, count in sorted(self.faults.items())]
-        lines += [
-            "",
-            "| fault | callers waited: faults | p50, s | p99, s | longest, s |",
-            "|---|---:|---:|---:|---:|",
-        ]
-        for kind, found in sorted(self.heal_s.items()):
-            cells = " | ".join(f"{at(found, share):.2f}" for share in (0.5, 0.99, 1.0))
-            lines.append(f"| {kind} | {len(found)} | {cells} |")
-        return "\n".join([*lines, "", *self.details])
 
 
 def quantiles(values: Sequence[float], digits: int) -> dict[str, float]:

@@ -83,8 +83,8 @@ class DiskWorker(Worker):
         for sequence in sequences:
             self.engine.release(sequence)
         table = self.engine.kv_table
-        pages = table.held.take(table.pages_available)
-        table.held.let_go(pages)
+        pages = table.held.allocate(table.pages_available)
+        table.held.release(pages)
         table.check_integrity()
 
 

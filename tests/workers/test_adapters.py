@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,9 @@ PATTERNS = [
 NAMED = ("llama with biases", "qwen3_moe with dense layers", "phi3")
 
 
-@pytest.fixture(scope="module", params=some(MODELS, NAMED))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A model's name and its directory."""
-    directory = tmp_path_factory.mktemp("model")
-    return request.param, make_family_model(directory, *settings_of(request.param), seed=3)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_model(tmp_path_factory.mktemp("llama"), *settings_of("llama"), seed=3)
+@pytest.fixture
+def llama(model_of: Callable[[str], Path]) -> Path:
+    return model_of("llama")
 
 
 def projections(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -120,9 +114,9 @@ def random_settings(dice: random.Random, model: str, leaves: list[str]) -> dict[
     return settings
 
 
-def test_random_adapters_of_all_families(tmp_path: Path, made: tuple[str, Path]) -> None:
-    name, model = made
-    dice = random.Random(name)
+@pytest.mark.parametrize("name", some(MODELS, NAMED))
+def test_random_adapters_of_all_families(tmp_path: Path, name: str, model_of: Callable[[str], Path]) -> None:
+    model, dice = model_of(name), random.Random(name)
     modules = projections(hf_model(model))
     leaves = sorted({module.split(".")[-1] for module in modules if "self_attn" in module})
     if name not in WITH_EXPERTS:

@@ -57,12 +57,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-# Such values are a lot of work to draw. With --thorough as many as of others.
-FEW_EXAMPLES = settings(max_examples=16) if settings().max_examples == 50 else settings()
 SETTING_NAMES = st.sampled_from([field.name for field in dataclasses.fields(LoraConfig)]) | st.text()
 
 
-@FEW_EXAMPLES
+@settings(max_examples=settings().max_examples // 2)  # such values are a lot of work to draw
 @given(st.dictionaries(SETTING_NAMES, JSON, min_size=1, max_size=3))
 def test_any_settings_are_read_or_refused(good: Path, spare: Path, changes: dict[str, Any]) -> None:
     shutil.copytree(good, spare, dirs_exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.families import MODELS, settings_of, some
+from tests.families import MODELS, some
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
     float32_losses,
     load_decoder,
     make_adapter,
-    make_family_model,
     peft_model,
 )
 from tests.workers.packing import random_texts
@@ -39,14 +39,14 @@ FEW = ("qwen3_moe with dense layers", "gpt_oss", "mixtral")
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.fixture(scope="module", params=some(WITH_EXPERTS, FEW))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_model(tmp_path_factory.mktemp("model"), *settings_of(request.param), seed=7)
+@pytest.fixture(params=some(WITH_EXPERTS, FEW))
+def made(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Path:
+    return model_of(request.param)
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_model(tmp_path_factory.mktemp("qwen"), *settings_of("qwen3_moe"), seed=7)
+@pytest.fixture
+def qwen(model_of: Callable[[str], Path]) -> Path:
+    return model_of("qwen3_moe")
 
 
 def load(directory: Path, slots: int = 2, **settings: Any) -> Decoder:
@@ -121,9 +121,9 @@ def test_stacked_parameters_of_random_settings(tmp_path: Path, made: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.thorough)])
-def test_modules_of_each_expert(tmp_path: Path, name: str) -> None:
+def test_modules_of_each_expert(tmp_path: Path, name: str, model_of: Callable[[str], Path]) -> None:
     """As PEFT has saved them when the library had such modules. It still reads them."""
-    model = make_family_model(tmp_path / "model", *settings_of(name), seed=7)
+    model = model_of(name)
     decoder = load(model)
     weights, generator = {}, torch.Generator().manual_seed(1)
     leaves = set()
@@ -195,9 +195,9 @@ def test_what_is_read_is_bounded_before_it_is_read(tmp_path: Path, qwen: Path) -
 
 @pytest.mark.parametrize(("name", "gate"), [("qwen3_moe", "mlp.gate"), ("qwen2_moe", "shared_expert_gate")])
 def test_all_linear_has_the_router_and_the_gate_of_a_shared_expert(
-    tmp_path: Path, name: str, gate: str
+    tmp_path: Path, name: str, gate: str, model_of: Callable[[str], Path]
 ) -> None:
-    model = make_family_model(tmp_path / "model", *settings_of(name), seed=7)
+    model = model_of(name)
     directory = make_adapter(tmp_path / "adapter", model, r=4, lora_alpha=0.5, target_modules="all-linear")
     decoder = load(model)
     weights = read(directory, decoder).weights
@@ -235,9 +235,9 @@ def test_without_compiled_kernels(qwen: Path, monkeypatch: pytest.MonkeyPatch) -
 # DoRA.
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_model(tmp_path_factory.mktemp("llama"), *settings_of("llama with biases"), seed=7)
+@pytest.fixture
+def llama(model_of: Callable[[str], Path]) -> Path:
+    return model_of("llama with biases")
 
 
 def make_dora(directory: Path, model: Path, **settings: Any) -> Path:

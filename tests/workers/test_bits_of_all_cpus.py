@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kernels.cpu import library
 from tests import isa
@@ -20,7 +19,6 @@ from tests.kernels.instruction_sets import instructions_used, need_compiled, use
 from tests.model_factory import make_family_model
 from tests.workers.model_bits import CHUNKS, lines_of
 
-torch.set_num_threads(1)
 COUNT = 2000
 WIDE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "vocab_size": 300,

@@ -18,7 +18,6 @@ from workers.kv.sizing import KvSizingError
 from workers.models import passed_checks
 from workers.models.check_process import check_apart
 from workers.models.config import ModelConfig
-from workers.models.errors import ModelError
 
 CPU = torch.device("cpu")
 # Loads a model as a worker does. Its code is not the one that has passed, if it ever has.
@@ -71,11 +70,6 @@ def test_a_model_is_served_where_the_library_cannot_be_imported(
     ("happens", "error", "said"),
     [
         ("raise MemoryError('of the library')", MemoryError, "of the library"),
-        (
-            "from workers.models.errors import ModelError as Error; raise Error('misread')",
-            ModelError,
-            "misread",
-        ),
         (
             "from workers.kv.sizing import KvSizingError as Error; raise Error('no room')",
             KvSizingError,

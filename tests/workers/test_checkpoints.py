@@ -9,32 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.in_process import LlmExecutor
 from tests.bad_directories import setting
 from tests.families import seeing_config, settings_of
-from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
+from tests.model_factory import (
+    Tensors,
+    float32_losses,
+    hf_logits,
+    hf_model,
+    load_decoder,
+    make_family_model,
+    rewrite,
+)
 from tests.workers.packing import random_texts, rows_of_text
 from workers.executors.loading import choose_backend
 from workers.models.errors import ModelError
 from workers.models.weights import load_planned, plan_load
 
-torch.set_num_threads(1)
-
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-Tensors = dict[str, torch.Tensor]
-
-
-def rewrite(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
-    """Puts all tensors of a model into one file, after a change."""
-    tensors: Tensors = {}
-    for shard in directory.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    for file in directory.glob("model*"):
-        file.unlink()
-    changed = {name: tensor.contiguous() for name, tensor in change(tensors).items()}
-    save_file(changed, directory / "model.safetensors")
 
 
 def base_model(tensors: Tensors) -> Tensors:

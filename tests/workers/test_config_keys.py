@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from tests.bad_directories import setting
 from tests.families import MODELS, settings_of, some
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
 from tests.workers.packing import random_texts, rows_of_text
@@ -237,8 +238,7 @@ def test_a_changed_config_is_the_model_that_the_library_makes_of_it(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     directory = make_family_model(tmp_path, *settings_of(name), seed=7)
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    setting(**changes)(directory)
     (text,) = random_texts(3, (40,))
     expected, losses = hf_logits(directory, text), float32_losses(hf_model(directory), [text])[0, -1]
     decoder = load_decoder(directory, torch.float32, pack=True)

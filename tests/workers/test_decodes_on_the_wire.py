@@ -139,7 +139,7 @@ def test_equal_options_are_sent_and_decoded_once() -> None:
     (message,) = sent(commands)
     assert list(message.decodes.options) == [options]
     decodes, others = worker_wire.to_decodes(message.decodes, SIZES)
-    assert not others and len(decodes.kinds) == 1
+    assert not others and len(decodes.distinct_outputs) == 1
     arrived_ns = decodes.columns[Column.ARRIVED_NS]
     assert (arrived_ns > 0).all() and (decodes.columns[Column.DEADLINE] > arrived_ns).all()
 

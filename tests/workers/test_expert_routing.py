@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ EXPERTS = OutputSpec(experts=True, logprob=True)
 ERROR = 1e-4
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model_type, settings = settings_of(request.param)
-    return make_family_model(tmp_path_factory.mktemp("moe"), model_type, settings)
+@pytest.fixture(params=FAMILIES)
+def directory(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Path:
+    return model_of(request.param)
 
 
 @pytest.fixture
@@ -142,7 +141,7 @@ def test_other_experts_give_what_the_library_gives_with_them(
     executor: LlmExecutor, directory: Path, start: int, count: int
 ) -> None:
     """Tokens beside those with given experts are routed as usual, from what they then attend to."""
-    text = text_of(8, 19)
+    text = text_of(9, 19)
     ids = other_experts(executor, count)
     outputs = executor.forward(
         text, OutputSpec(experts=True, logprob_token_ids=range(VOCAB)), GivenExperts(start, ids)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers import scheduling
@@ -21,8 +21,6 @@ from workers.service_class import ServiceClass
 
 FLOOD, OTHER, THIRD = 1, 2, 3
 LONG = SHORT_TOKENS + 1
-# With these the mutants below are found. With --thorough as many as of others.
-FEW_EXAMPLES = settings(max_examples=25) if settings().max_examples == 50 else settings()
 
 
 @given(
@@ -41,7 +39,6 @@ def test_a_lone_caller_is_served_in_order_of_arrival(sizes: list[int], tokens: i
     assert ran == arrived
 
 
-@FEW_EXAMPLES
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), min_size=2, max_size=6),
     tokens=st.sampled_from([1, LONG]),

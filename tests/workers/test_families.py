@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
@@ -26,6 +25,7 @@ from tests.model_factory import (
     load_decoder,
     make_family_model,
     make_model,
+    rewrite,
 )
 from tests.workers.company import DIFFERING, assert_same_bits
 from tests.workers.packing import (
@@ -47,11 +47,9 @@ from workers.models.text_part import WRAPPERS
 Rows = dict[tuple[int, int], torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A model's name and its directory."""
-    directory = tmp_path_factory.mktemp("model")
-    return request.param, make_family_model(directory, *settings_of(request.param), seed=7)
+@pytest.fixture(params=MODELS)
+def made(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Path:
+    return model_of(request.param)
 
 
 def test_every_family_is_in_the_table() -> None:
@@ -79,23 +77,21 @@ def assert_same(directory: Path, texts: list[list[int]], found: Sequence[Rows]) 
             assert (row - expected[layer][position]).abs().max() < losses[layer], (layer, position)
 
 
-def test_mixed_batches_of_random_chunks(made: tuple[str, Path]) -> None:
+def test_mixed_batches_of_random_chunks(made: Path) -> None:
     """Three texts grow by random chunks in shared batches: logits, and hidden states of layers at random."""
-    name, directory = made
-    decoder, dice = load_decoder(directory, pack=True), random.Random(name)
+    decoder, dice = load_decoder(made, pack=True), random.Random(made.name)
     layers, texts = decoder.config.num_hidden_layers, random_texts(2, (1, 33, 70))
     found = rows_in_chunks(decoder, texts, poisoned_pages(decoder), new_packer(1), dice, layers)
     assert {layer for rows in found for layer, _ in rows} == set(range(-1, layers + 1))
-    assert_same(directory, texts, found)
+    assert_same(made, texts, found)
 
 
 @pytest.mark.parametrize(
     ("made", "dtype"), by_turns(MODELS, [torch.float32, torch.bfloat16], DIFFERING), indirect=["made"]
 )
-def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_company(made: Path, dtype: torch.dtype) -> None:
     need_compiled()
-    name, directory = made
-    assert_same_bits(load_decoder(directory, dtype, pack=True), random_texts(6, (1, 40, 90)), name)
+    assert_same_bits(load_decoder(made, dtype, pack=True), random_texts(6, (1, 40, 90)), made.name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,13 +151,12 @@ WITH_TREES = ("qwen3_moe with dense layers", "gemma2", "phi3")
 
 
 @pytest.mark.parametrize("made", some(WITHOUT_STATES, WITH_TREES), indirect=True)
-def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
-    _, directory = made
-    decoder = load_decoder(directory, pack=True)
+def test_each_token_of_a_tree_is_as_on_its_own_path(made: Path) -> None:
+    decoder = load_decoder(made, pack=True)
     paths = rows_of_trees(decoder, poisoned_pages(decoder), new_packer(6))
-    bounds = float32_losses(hf_model(directory), [path for path, _ in paths])
+    bounds = float32_losses(hf_model(made), [path for path, _ in paths])
     for (path, found), losses in zip(paths, bounds, strict=True):
-        expected = hf_logits(directory, path)[-len(found) :]
+        expected = hf_logits(made, path)[-len(found) :]
         assert (found - expected).abs().max() < losses[-1]
 
 
@@ -193,8 +188,8 @@ ROUNDED = (*FEW, "gemma", "granite", "lfm2", "granite hybrid", "qwen3_5")
 
 
 @pytest.mark.parametrize("made", some(MODELS, ROUNDED), indirect=True)
-def test_bfloat16_errs_no_more_than_transformers(made: tuple[str, Path]) -> None:
-    assert_errs_no_more_than_transformers(made[1], torch.bfloat16)
+def test_bfloat16_errs_no_more_than_transformers(made: Path) -> None:
+    assert_errs_no_more_than_transformers(made, torch.bfloat16)
 
 
 def test_float16_errs_no_more_than_transformers(tmp_path: Path) -> None:
@@ -259,8 +254,6 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
 
 
 def test_tensors_for_the_prediction_of_several_tokens_are_left_out(tmp_path: Path) -> None:
-    directory = tmp_path / "one file"
-    hf_model(make_family_model(tmp_path, *settings_of("qwen3_5"))).save_pretrained(directory)
-    file = directory / "model.safetensors"
-    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(64, 128)}, file, metadata={"format": "pt"})
-    assert choose_backend(directory, "auto").backend == "native"
+    make_family_model(tmp_path, *settings_of("qwen3_5"))
+    rewrite(tmp_path, lambda tensors: tensors | {"mtp.fc.weight": torch.ones(64, 128)})
+    assert choose_backend(tmp_path, "auto").backend == "native"

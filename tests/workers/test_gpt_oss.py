@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from kernels.gated_activation import gated_activation, gated_activation_reference
 from tests import quantised_directories as make
+from tests.bad_directories import setting
 from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import load_decoder, make_family_model
@@ -37,7 +39,6 @@ from workers.models.errors import ModelError
 from workers.models.library.quantised_module import separate_experts
 from workers.models.self_check import tolerance
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 FUZZED = 60
 NAME = "model.layers.1.mlp.experts.gate_up_proj"
@@ -205,14 +206,12 @@ def test_damaged_headers_are_refused_in_a_line_or_load(of_makers: Path, tmp_path
     assert any(said)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("swiglu_limit", 8.0), ("swiglu_alpha", 1.5)])
+@pytest.mark.parametrize(("name", "value"), [("swiglu_limit", 8.0), ("swiglu_alpha", 1.5)])
 def test_another_gate_is_left_to_the_library(
-    setting: str, value: float, of_makers: Path, tmp_path: Path
+    name: str, value: float, of_makers: Path, tmp_path: Path
 ) -> None:
     plain = of_makers.parent / "plain"
-    for file in plain.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((plain / "config.json").read_text()) | {setting: value}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    choice = choose_backend(tmp_path, AUTO)
-    assert choice.backend == TRANSFORMERS and setting in choice.reason
+    directory = shutil.copytree(plain, tmp_path / "model")
+    setting(**{name: value})(directory)
+    choice = choose_backend(directory, AUTO)
+    assert choice.backend == TRANSFORMERS and name in choice.reason

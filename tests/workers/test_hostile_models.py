@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kernels.rope import rope_frequencies
 from tests.bad_directories import setting
 from tests.families import settings_of
-from tests.model_factory import make_family_model
+from tests.model_factory import make_family_model, rewrite
 from tests.tiny_types import tiny_config
 from workers.common.protocol import EXIT_CONFIG
 from workers.executors.llm import LlmExecutor
@@ -42,16 +42,6 @@ NORM = "norm.weight"
 def untrained(config: PreTrainedConfig) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
-
-
-def one_file(directory: Path, changes: dict[str, torch.Tensor]) -> None:
-    """The tensors of a sharded model in one file, with others beside them."""
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in directory.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    for file in directory.glob("model*"):
-        file.unlink()
-    save_file(tensors | changes, directory / "model.safetensors")
 
 
 @pytest.mark.parametrize("count", [1 << 12, 1 << 24])
@@ -140,7 +130,7 @@ def test_a_tensor_under_two_names_of_a_wrapper_is_refused(tmp_path: Path) -> Non
     make_family_model(tmp_path, *settings_of("gemma3"))
     text = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    one_file(tmp_path, {f"model.language_model.{NORM}": torch.ones(64)})
+    rewrite(tmp_path, lambda tensors: tensors | {f"model.language_model.{NORM}": torch.ones(64)})
     with pytest.raises(ModelError, match=f"tensor model.*{NORM} is also there as model"):
         LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
 
@@ -213,10 +203,8 @@ def test_finite_weights_whose_answers_are_not_are_a_bad_configuration(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_family_model(tmp_path, *settings_of("llama"))
-    one_file(tmp_path, {})
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.1.self_attn.q_proj.weight"].fill_(1e38)
-    save_file(tensors, tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors | {name: torch.full_like(tensors[name], 1e38)})
     executor = LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
     with pytest.raises(ModelError) as refused:
         executor.warmup()

@@ -21,8 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from workers.kv import integrity
-from workers.kv import table as sequence_module
+from workers.kv import integrity, prefixes
 from workers.kv.page_pool import IntegrityError, OutOfPages, page_digest
 from workers.kv.sequence import KvSequence, Rows, SequenceColumns
 from workers.kv.table import KvTable
@@ -235,7 +234,7 @@ class TableMachine(RuleBasedStateMachine):
         held = self.held_pages()
         (child,) = self.table.fork(seq, [self.next_key])
         assert self.held_pages() == held
-        assert self.table.salt_of(child) == self.table.salt_of(seq) == self.salts[seq.key]
+        assert self.table.prefixes.salt_of(child) == self.table.prefixes.salt_of(seq) == self.salts[seq.key]
         self.tokens[child.key] = self.tokens[seq.key].copy()
         self.weights_of[child.key] = self.weights_of[seq.key].copy()
         self.salts[child.key] = self.salts[seq.key]
@@ -337,7 +336,7 @@ def append_to_another(table: KvTable, rows: Rows, *columns: Rows) -> None:
     ("owner", "name", "mutant"),
     [
         (KvTable, "reserve", forget_the_copy),
-        (sequence_module, "page_digest", lambda parent, tokens: page_digest(b"", tokens)),
+        (prefixes, "page_digest", lambda parent, tokens: page_digest(b"", tokens)),
         (KvTable, "append_next", append_to_another),
         (KvTable, "forget_prefixes", lambda _: None),
     ],

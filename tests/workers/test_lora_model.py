@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,9 @@ LENGTHS = (20, 33, 1, 50, 17)
 MERGED = ("llama with biases", "qwen3_moe with dense layers", "phi3")
 
 
-@pytest.fixture(scope="module", params=some(MODELS, MERGED))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    return make_family_model(directory, *settings_of(request.param), seed=7)
+@pytest.fixture(params=some(MODELS, MERGED))
+def made(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Path:
+    return model_of(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,8 @@ def run_check(directory: Path, dtype: torch.dtype = torch.float32) -> float | No
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family_passes(name: str, tmp_path: Path) -> None:
-    make_family_model(tmp_path, *settings_of(name))
-    error = run_check(tmp_path, torch.bfloat16)
+def test_every_family_passes(name: str, model_of: Callable[[str], Path]) -> None:
+    error = run_check(model_of(name), torch.bfloat16)
     assert error is not None and error < 2e-5
 
 
@@ -91,13 +90,13 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_noticed(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_noticed(
+    mistake: str, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, make = MISTAKES[mistake]
-    make_family_model(tmp_path, *settings_of(name))
-    assert run_check(tmp_path) is not None
     make(monkeypatch)
     with pytest.raises(ModelError, match=r"the results would be wrong|differs from its plain forward"):
-        run_check(tmp_path)
+        run_check(model_of(name))
 
 
 def test_a_config_that_the_library_reads_differently_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from kernels.cpu import library
+from tests.bad_directories import setting
 from tests.model_factory import TinyModel, make_model
 from workers.executors.loading import NATIVE, load_served
 from workers.models import native_parity_check, passed_checks
@@ -59,8 +59,7 @@ def test_what_has_passed_is_not_checked_again(checks: Checks, model: Path) -> No
     assert checks.ran == 1
     load(model, "bfloat16")
     assert checks.ran == 2, "another dtype"
-    config = model / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"unknown": 1}))
+    setting(unknown=1)(model)
     load(model)
     assert checks.ran == 3, "another config"
 

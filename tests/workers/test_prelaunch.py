@@ -17,7 +17,7 @@ from tests.workers.stepping import chosen
 from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
 from workers import answers as answers_module
-from workers import extra_samples, prelaunch, step_loop
+from workers import extra_samples, prelaunch, prelaunched_results, step_loop
 from workers.adapters.table import AdapterTable
 from workers.decodes import Column, Decodes
 from workers.kv import integrity
@@ -362,8 +362,8 @@ def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: b
 
 
 def more_is_answered_than_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Prelauncher._take_results
-    monkeypatch.setattr(Prelauncher, "_take_results", lambda one, sequence, _: take(one, sequence, 1000))
+    take = prelaunched_results._take
+    monkeypatch.setattr(prelaunched_results, "_take", lambda ready, sequence, _: take(ready, sequence, 1000))
 
 
 def ends_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 
 from tests import quantised_directories as make
+from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.company import assert_same_bits
@@ -26,6 +27,7 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.library.library_model import LibraryModel
 from workers.models.native_parity_check import check_native
+from workers.models.source import source_of
 from workers.models.weights import plan_load
 
 torch.set_num_threads(1)
@@ -61,6 +63,11 @@ Make = Callable[[Path], make.Tensors]
 DIRECTORIES: dict[str, Make] = {
     "gptq": make.gptq,
     "gptq with zero points": lambda directory: make.gptq(directory, symmetric=False),
+    "gptq of 3 bits in another order": lambda directory: make.gptq(directory, bits=3, ordered=True),
+    "gptq of 3 bits with zero points": lambda directory: make.gptq(
+        directory, bits=3, symmetric=False, version=2
+    ),
+    "gptq of 2 bits with zero points": lambda directory: make.gptq(directory, bits=2, symmetric=False),
     "gptq of 8 bits": lambda directory: make.gptq(directory, bits=8, group=-1, version=2),
     "gptq of 8 bits with zero points": lambda directory: make.gptq(directory, bits=8, symmetric=False),
     "gptq in another order": lambda directory: make.gptq(directory, ordered=True),
@@ -425,6 +432,11 @@ HOSTILE: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("mlx", changed("biases", set_first(float("nan"))), r"up_proj\.biases is not finite"),
     ("mlx", changed("scales", lambda scales: scales[:, :1]), r"scales has shape \[96, 1\]"),
     ("mlx of 3 and 6 bits", changed("weight", lambda words: words[:, 1:]), "which are no values of 3 bits"),
+    (
+        "gptq of 3 bits in another order",
+        changed("qweight", lambda words: words[1:]),
+        "not for multiples of 32",
+    ),
     ("awq", changed("qzeros", lambda words: words[:, :3]), r"qzeros has shape \[2, 3\]"),
     ("awq", changed("scales", set_first(float("-inf"))), r"up_proj\.scales is not finite"),
     ("w4a16", changed("weight_shape", lambda shape: shape * 1000), r"weight_shape says \[96000, 64000\]"),
@@ -466,7 +478,12 @@ def test_hostile_tensors_are_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "said", "says"),
     [
-        ("gptq", {"bits": 3}, "bits: must be 4 or 8, got 3"),
+        ("gptq", {"bits": 5}, "bits: must be 2, 3, 4 or 8, got 5"),
+        (
+            "gptq",
+            {"bits": 3, "sym": False},
+            "sym: must be true with 3 bits, unless checkpoint_format is gptq_",
+        ),
         ("gptq", {"bits": True}, "bits: must be an integer, got True"),
         ("gptq", {"group_size": 0}, "group_size: must be -1 or positive, got 0"),
         ("gptq", {"group_size": 1 << 40}, "group_size: must be -1 or positive"),
@@ -517,6 +534,57 @@ def test_what_is_not_understood_in_a_config_is_refused_by_name(
     file.write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
         load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_a_file_of_the_tool_says_counts_if_the_config_says_nothing(method: str, tmp_path: Path) -> None:
+    """As AutoGPTQ and AutoAWQ had it in 2023, and the names that the first gave to weights."""
+    meant = made(tmp_path, method)
+    config = tmp_path / "config.json"
+    settings = json.loads(config.read_text())
+    said = settings.pop("quantization_config")
+    old: dict[str, Any] = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False, "damp_percent": 0.01}
+    if method == "awq":
+        old = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
+    file = tmp_path / ("quantize_config.json" if method == "gptq" else "quant_config.json")
+    file.write_text(json.dumps(old))
+    config.write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(matrices(load_decoder(tmp_path))[name], meant[name])
+    file.write_text("{")
+    with pytest.raises(ModelError, match=rf"{file}: "):
+        load_decoder(tmp_path)
+    config.write_text(json.dumps(settings | {"quantization_config": said}))
+    load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_what_mlx_has_in_another_form_is_that_of_the_original(name: str, tmp_path: Path) -> None:
+    """Convolutions, and norms that multiply by 1 more in the library."""
+    model_type, settings = settings_of(name)
+    settings |= {"block_auto_adjust_ff_dim": False, "linear_value_head_dim": 16}
+    source = make_family_model(tmp_path / "source", model_type, settings)
+    directory = make.in_one_file(source, tmp_path / "model")
+    file = directory / "model.safetensors"
+    plain = load_file(file)
+    make.mlx(directory)
+    tensors = load_file(file)
+    for tensor, values in plain.items():
+        if values.dim() == 3:
+            tensors[tensor] = values.movedim(2, 1).contiguous()
+        elif name == "qwen3_5" and values.dim() == 1 and "norm" in tensor and "linear_attn" not in tensor:
+            tensors[tensor] = values + 1
+    save_file(tensors, file)
+    load_decoder(directory)
+    found = source_of(directory).tensors()
+    others = {tensor: values for tensor, values in plain.items() if values.dim() != 2}
+    assert sum(not torch.equal(values, tensors[tensor]) for tensor, values in others.items()) > 2
+    for tensor, values in others.items():
+        read = torch.cat(
+            [part.clone() for _, part in found[tensor].parts() if isinstance(part, torch.Tensor)]
+        )
+        torch.testing.assert_close(read, values, rtol=0, atol=2.0**-23)  # of the sum with 1
 
 
 def test_models_of_2024_are_read(tmp_path: Path) -> None:

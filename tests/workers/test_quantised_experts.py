@@ -32,7 +32,6 @@ from workers.models.self_check import tolerance
 from workers.models.source import source_of
 from workers.models.weights import plan_load
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 LENGTHS = (20, 33, 1)
 # As llama.cpp does: in half of the layers what goes back is more exact.

@@ -34,7 +34,6 @@ from workers.models.native_parity_check import check_native
 from workers.models.recipes import RECIPES
 from workers.models.weights import formats_of
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 # The last has more rows than a gated MLP computes at a time.
 LENGTHS = (20, 33, 1, 50, 177)
@@ -57,10 +56,9 @@ PROVEN = (
 
 
 @pytest.mark.parametrize(("name", "format_name"), by_turns(PROVEN, ["q8_0", "q4_0", "q4_k_m"]))
-def test_families_prove_themselves(name: str, format_name: str, tmp_path: Path) -> None:
-    make_family_model(tmp_path, *settings_of(name))
+def test_families_prove_themselves(name: str, format_name: str, model_of: Callable[[str], Path]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert run_check(tmp_path, format_name, dtype) is not None
+        assert run_check(model_of(name), format_name, dtype) is not None
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_moe", "lfm2"])

@@ -25,7 +25,6 @@ from workers.models.errors import UnsupportedError
 from workers.models.self_check import tolerance
 from workers.models.weights import plan_load
 
-torch.set_num_threads(1)
 SIZES = {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
 

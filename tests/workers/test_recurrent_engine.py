@@ -19,8 +19,7 @@ from tests.model_factory import load_decoder
 from tests.recurrent import RECURRENT
 from tests.tiny_types import tiny_model
 from tests.workers.packing import poison
-from workers.executors.engine import Engine
-from workers.executors.errors import KvMissing
+from workers.executors.engine import Engine, KvMissing
 from workers.executors.memory import new_table
 from workers.kv.sequence import KvSequence
 from workers.kv.state_tensors import StateTensors

@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.adapter_factory import make_adapter
-from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.kernels.instruction_sets import need_compiled
-from tests.model_factory import TinyModel, float32_losses, hf_model, make_family_model, make_model
+from tests.model_factory import TinyModel, float32_losses, hf_model, make_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
 from tests.workers.test_lora_model import LENGTHS, TEXT_SLOTS, adapter, load, logits_of
@@ -41,9 +40,9 @@ STEERED = (0, 2)
 Vectors = Mapping[int, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_model(tmp_path_factory.mktemp("model"), *settings_of(request.param), seed=7)
+@pytest.fixture(params=FAMILIES)
+def made(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Path:
+    return model_of(request.param)
 
 
 def vectors_of(shape: tuple[int, int] | None, seed: int) -> Vectors:

@@ -7,7 +7,7 @@ another order, so its logits differ by float32's roundings: `float32_losses` say
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,9 @@ IN_RANKS = [(IN_FOUR, [2, 4]), (IN_TWO, [2])]
 Rows = dict[tuple[int, int], torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=SPLIT)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A model's name and its directory."""
-    directory = tmp_path_factory.mktemp("model")
-    return request.param, make_family_model(directory, *settings_of(request.param), seed=7)
+@pytest.fixture(params=SPLIT)
+def made(request: pytest.FixtureRequest, model_of: Callable[[str], Path]) -> Path:
+    return model_of(request.param)
 
 
 def assert_close(
@@ -55,31 +53,29 @@ def assert_close(
     [one for names, ranks in IN_RANKS for one in by_turns(names, ranks, MORE)],
     indirect=["made"],
 )
-def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
+def test_as_in_one_process(made: Path, ranks: int) -> None:
     """Logits and hidden states, in shared batches of random chunks.
 
     With 4 ranks each key-value head is on two of them; the vocabulary of 97 is a multiple of neither.
     """
-    name, directory = made
     texts = random_texts(2, (1, 33, 104))
-    alone, split = load_decoder(directory, pack=True), split_model(directory, ranks)
+    alone, split = load_decoder(made, pack=True), split_model(made, ranks)
     layers = alone.config.num_hidden_layers
     expected, found = (
-        rows_in_chunks(model, texts, poisoned_pages(model), new_packer(1), random.Random(name), layers)
+        rows_in_chunks(model, texts, poisoned_pages(model), new_packer(1), random.Random(made.name), layers)
         for model in (alone, split)
     )
-    assert_close(directory, texts, found, expected)
+    assert_close(made, texts, found, expected)
 
 
 @pytest.mark.parametrize("made", ["llama with biases", "olmo2", "mixtral", "qwen3_next"], indirect=True)
-def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
-    _, directory = made
+def test_without_compiled_kernels(made: Path) -> None:
     texts = random_texts(2, (50,))
     expected, found = (
         rows_in_chunks(model, texts, poisoned_pages(model), new_packer(1), random.Random(4))
-        for model in (load_decoder(directory), split_model(directory, 2, pack=False))
+        for model in (load_decoder(made), split_model(made, 2, pack=False))
     )
-    assert_close(directory, texts, found, expected)
+    assert_close(made, texts, found, expected)
 
 
 # How a tree is attended to, without ranks: test_families.py.
@@ -92,13 +88,12 @@ def test_without_compiled_kernels(made: tuple[str, Path]) -> None:
     ],
     indirect=True,
 )
-def test_token_trees(made: tuple[str, Path]) -> None:
-    _, directory = made
+def test_token_trees(made: Path) -> None:
     expected, found = (
         rows_of_trees(model, poisoned_pages(model), new_packer(1))
-        for model in (load_decoder(directory, pack=True), split_model(directory, 2))
+        for model in (load_decoder(made, pack=True), split_model(made, 2))
     )
-    bounds = float32_losses(hf_model(directory), [path for path, _ in expected], with_states=False)
+    bounds = float32_losses(hf_model(made), [path for path, _ in expected], with_states=False)
     for (path, theirs), (same, ours), (bound,) in zip(expected, found, bounds, strict=True):
         assert path == same and (ours - theirs).abs().max() < bound
 
@@ -106,12 +101,11 @@ def test_token_trees(made: tuple[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("made", "dtype"), by_turns(SPLIT, ["float32", "bfloat16"], FEWER), indirect=["made"]
 )
-def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: str) -> None:
+def test_a_row_has_the_same_bits_in_any_company(made: Path, dtype: str) -> None:
     """With 4 ranks too: their terms are added in one order."""
     need_compiled()
-    name, directory = made
-    ranks = 4 if name in IN_FOUR else 2
-    assert_same_bits(split_model(directory, ranks, dtype), random_texts(2, (1, 40, 90)), name)
+    ranks = 4 if made.name in IN_FOUR else 2
+    assert_same_bits(split_model(made, ranks, dtype), random_texts(2, (1, 40, 90)), made.name)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +113,9 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: s
     [one for names, ranks in IN_RANKS for one in by_turns(names, ranks, ADAPTED)],
     indirect=["made"],
 )
-def test_adapters(made: tuple[str, Path], ranks: int) -> None:
+def test_adapters(made: Path, ranks: int) -> None:
     """Each rank has the rows or columns of A and B that belong to its part of a projection."""
-    _, directory = made
-    alone, split = load_decoder(directory, pack=True), split_model(directory, ranks)
+    alone, split = load_decoder(made, pack=True), split_model(made, ranks)
     modules = alone.adaptable().modules
     assert split.models[0].adaptable().modules == modules
     weights = random_lora(modules)
@@ -138,7 +131,7 @@ def test_adapters(made: tuple[str, Path], ranks: int) -> None:
         for model in (alone, split)
     )
     # Each product is a sum of two, which may lose as much: see `test_lora_model`.
-    bounds = 2 * float32_losses(hf_model(directory), texts, with_states=False)
+    bounds = 2 * float32_losses(hf_model(made), texts, with_states=False)
     for ours, theirs, (bound,) in zip(found, expected, bounds, strict=True):
         for key, row in ours.items():
             assert (row - theirs[key]).abs().max() < bound
@@ -204,12 +197,11 @@ def test_what_cannot_be_split_is_refused(
 
 
 @pytest.mark.parametrize("made", ["llama", "qwen3_moe"], indirect=True)
-def test_each_rank_reads_its_part(made: tuple[str, Path]) -> None:
+def test_each_rank_reads_its_part(made: Path) -> None:
     """Its bytes are counted as its own."""
-    _, directory = made
-    whole = load_decoder(directory)
+    whole = load_decoder(made)
     sizes = [
         sum(t.tensor.nbytes for t in each.targets().values())
-        for each in (whole, *split_model(directory, 2, pack=False).models)
+        for each in (whole, *split_model(made, 2, pack=False).models)
     ]
     assert sizes[1] < 0.6 * sizes[0] > sizes[2]

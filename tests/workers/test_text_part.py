@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.bad_directories import setting
 from tests.families import settings_of
-from tests.model_factory import load_decoder, make_family_model
+from tests.model_factory import load_decoder, make_family_model, rewrite
 from tests.tiny_types import small_model
 from tests.workers.test_gguf_models import logits
 from workers.executors.loading import AUTO, NATIVE, choose_backend, load_served
@@ -61,6 +61,24 @@ def test_a_model_that_sees_reads_texts(
     assert f"only the text part of {model_type} is served" in caplog.text  # whoever sends images looks there
 
 
+@pytest.mark.parametrize("whole_is_tied", [True, False])
+def test_a_head_that_is_not_there_is_tied_if_either_part_says_so(whole_is_tied: bool, tmp_path: Path) -> None:
+    """Version 4 of the library went by the text part, whatever the whole says."""
+    small_model("internvl").save_pretrained(tmp_path)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    settings, tensors = json.loads(config.read_text()), load_file(file)
+    settings["tie_word_embeddings"] = whole_is_tied
+    settings["text_config"]["tie_word_embeddings"] = not whole_is_tied
+    config.write_text(json.dumps(settings))
+    heads = {name for name in tensors if "lm_head" in name}
+    save_file({name: tensor for name, tensor in tensors.items() if name not in heads}, file)
+    decoder = load_decoder(tmp_path)
+    assert decoder.config.tie_word_embeddings
+    embedding = next(tensor for name, tensor in tensors.items() if "embed_tokens" in name)
+    save_file(tensors | {"language_model.lm_head.weight": embedding.flip(0).contiguous()}, file)
+    assert not load_decoder(tmp_path).config.tie_word_embeddings
+
+
 def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
     """Whose settings of texts are beside the others, and whose rotation has a type of its own."""
     whole = small_model("qwen2_5_vl")
@@ -71,12 +89,13 @@ def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
     flat = text | settings | {"rope_scaling": rope, "rope_theta": text.pop("rope_parameters")["rope_theta"]}
     flat.pop("rope_parameters", None)
     (tmp_path / "config.json").write_text(json.dumps(flat))
-    before = load_file(tmp_path / "model.safetensors")
-    older = {
-        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
-        for name, tensor in before.items()
-    }
-    save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+            for name, tensor in tensors.items()
+        },
+    )
     assert_serves(tmp_path, whole, "native")
 
 
@@ -85,13 +104,12 @@ def test_the_settings_of_the_text_alone(model_type: str, tmp_path: Path) -> None
     """Tools that remove experts write these, and leave the names of the tensors as they were."""
     whole = small_model(model_type)
     whole.save_pretrained(tmp_path)
-    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config = tmp_path / "config.json"
     text_config = json.loads(config.read_text())["text_config"]
     if model_type == "qwen2_5_vl":  # as its first checkpoints say it
         text_config["rope_parameters"] = text_config["rope_parameters"] | {"rope_type": "mrope"}
     config.write_text(json.dumps(text_config))
-    text = {name: tensor for name, tensor in load_file(file).items() if "visual." not in name}
-    save_file(text, file, {"format": "pt"})
+    rewrite(tmp_path, lambda tensors: {name: one for name, one in tensors.items() if "visual." not in name})
     choice = choose_backend(tmp_path, "auto")
     assert choice.backend == "native", choice.reason
     load_served(tmp_path, "float32", torch.device("cpu"), None, backend="native", self_check=True)
@@ -101,8 +119,7 @@ def test_a_base_model_that_sees(tmp_path: Path) -> None:
     whole: Any = small_model("qwen3_vl")
     whole.base_model.save_pretrained(tmp_path)
     whole.get_output_embeddings().weight = whole.get_input_embeddings().weight
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    setting(tie_word_embeddings=True)(tmp_path)
     assert_serves(tmp_path, whole, "native")
 
 
@@ -110,9 +127,7 @@ def test_the_other_parts_may_be_quantised_in_any_way(tmp_path: Path) -> None:
     """As bitsandbytes has Qwen2.5-VL's, whose rows of 3,420 are no whole groups here."""
     whole = small_model("llava")
     whole.save_pretrained(tmp_path)
-    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
-    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
+    setting(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})(tmp_path)
     state = {"quant_type": "nf4", "blocksize": 64, "shape": [16, 3420], "dtype": "bfloat16"}
     place = "model.vision_tower.blocks.0.mlp.down_proj.weight"
     quantised = {
@@ -121,7 +136,7 @@ def test_the_other_parts_may_be_quantised_in_any_way(tmp_path: Path) -> None:
         f"{place}.quant_map": torch.zeros(16),
         f"{place}.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(state).encode()]).byte(),
     }
-    save_file(load_file(file) | quantised, file, {"format": "pt"})
+    rewrite(tmp_path, lambda tensors: tensors | quantised)
     assert_serves(tmp_path, whole, "native")
 
 
@@ -129,12 +144,12 @@ def test_experts_as_qwen_publishes_them(tmp_path: Path) -> None:
     """All of a layer in one tensor, with inputs before outputs, which the library turns as it reads them."""
     whole = small_model("qwen3_vl_moe")
     whole.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    published = {
-        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
-        for name, tensor in stored.items()
-    }
-    save_file(published, tmp_path / "model.safetensors", {"format": "pt"})
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name: one.transpose(1, 2) if ".experts." in name else one for name, one in tensors.items()
+        },
+    )
     assert_serves(tmp_path, whole, "native")
 
 
@@ -144,12 +159,14 @@ def test_the_text_part_of_gemma_3n(tmp_path: Path) -> None:
     text.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": settings}))
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in load_file(tmp_path / "model.safetensors").items()
-    }
     others = {f"model.{part}.weight": torch.zeros(3) for part in ("vision_tower.x", "embed_audio.y")}
-    save_file(tensors | others, tmp_path / "model.safetensors", {"format": "pt"})
+    rewrite(
+        tmp_path,
+        lambda tensors: (
+            others
+            | {name.replace("model.", "model.language_model.", 1): one for name, one in tensors.items()}
+        ),
+    )
     assert_serves(tmp_path, text, "transformers")
 
 
@@ -176,13 +193,10 @@ def test_a_model_that_computes_as_another_is_served_as_that(
     directory = make_family_model(tmp_path / "model", *settings_of(same))
     tokens = [3, 5, 96, 4, 40]
     expected = logits(load_decoder(directory, "float32", pack=True), tokens)
-    settings = json.loads((directory / "config.json").read_text()) | {"model_type": model_type}
-    (directory / "config.json").write_text(json.dumps(settings))
+    setting(model_type=model_type)(directory)
     if model_type == "mimo":
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        save_file({"model.mtp_layers.0.input_proj.weight": torch.ones(4, 4)}, directory / "more.safetensors")
-        index["weight_map"]["model.mtp_layers.0.input_proj.weight"] = "more.safetensors"
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        more = {"model.mtp_layers.0.input_proj.weight": torch.ones(4, 4)}
+        rewrite(directory, lambda tensors: tensors | more)
     choice = choose_backend(directory, AUTO)
     assert choice.backend == NATIVE
     decoder, _ = load_served(

@@ -14,7 +14,7 @@ from benchmarks.in_process import InProcess, LlmExecutor
 from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.tiny_types import tiny_config
 from tests.token_trees import Tree, random_tree
-from workers.executors.errors import NoTrees
+from workers.executors.engine import NoTrees
 from workers.kv.page_pool import OutOfPages
 from workers.operations import Accept, Chunk, Forward, Kind
 from workers.outputs import GREEDY, DataType, OutputSpec, Sampling

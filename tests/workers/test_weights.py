@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -14,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.checkout import ROOT, environment
+from tests.adapter_factory import model_weights
+from tests.bad_directories import edited
 from tests.forks import WORKERS, Forked, fork_server
-from tests.model_factory import TinyModel, load_decoder, make_model
+from tests.model_factory import Tensors, TinyModel, load_decoder, make_model, rewrite
 from workers.models import checkpoint, weights
 from workers.models.checkpoint import Staging
 from workers.models.decoder import Decoder
@@ -27,16 +27,7 @@ from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription, new_pages
 from workers.models.weights import load_planned, plan_load
 
-torch.set_num_threads(1)
-
 SHARDED = TinyModel(max_shard_bytes=60_000)
-
-
-def stored(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, by the library's own reader."""
-    return {
-        name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
 
 
 def assert_holds(decoder: Decoder, tensors: dict[str, torch.Tensor]) -> None:
@@ -58,10 +49,10 @@ def test_every_kind_of_file(tmp_path: Path, dtype: str, max_shard_bytes: int | N
     decoder = load_decoder(tmp_path)
     # A CPU has no products of float16; float32 holds the same values.
     assert decoder.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-    assert_holds(decoder, stored(tmp_path))
+    assert_holds(decoder, model_weights(tmp_path))
     assert (decoder.lm_head is decoder.embedding) == tied
     for asked in (torch.float32, torch.bfloat16, "float16"):
-        assert_holds(load_decoder(tmp_path, asked), stored(tmp_path))
+        assert_holds(load_decoder(tmp_path, asked), model_weights(tmp_path))
 
 
 def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +61,7 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     calls: list[tuple[int, int]] = []
     plan = plan_load(tmp_path)
     decoder, _ = load_planned(plan, lambda done, total: calls.append((done, total)))
-    assert_holds(decoder, stored(tmp_path))
+    assert_holds(decoder, model_weights(tmp_path))
     steps = [done for done, _ in calls]
     assert steps == sorted(set(steps)) and max(b - a for a, b in pairwise(steps)) <= 1000
     assert {total for _, total in calls} == {steps[-1]} == {plan.weight_bytes - 4 * 2 * (4 + 2 - 2) * 32}
@@ -78,9 +69,7 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_auto_dtype_without_one_in_the_config(tmp_path: Path) -> None:
     make_model(tmp_path, TinyModel(dtype="bfloat16"))
-    settings = json.loads((tmp_path / "config.json").read_text())
-    del settings["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    edited("config.json", lambda settings: settings.pop("dtype"))(tmp_path)
     assert load_decoder(tmp_path).dtype == torch.bfloat16
 
 
@@ -108,19 +97,18 @@ def test_fingerprint_is_of_the_model_not_of_the_files(tmp_path: Path) -> None:
     other, longer = describe("other", TinyModel(seed=1)), describe("longer", TinyModel(max_positions=1024))
     assert one.fingerprint == sharded.fingerprint
     assert len({one.fingerprint, other.fingerprint, longer.fingerprint}) == 3
-    assert one.num_parameters == sum(tensor.numel() for tensor in stored(tmp_path / "one").values())
+    assert one.num_parameters == sum(tensor.numel() for tensor in model_weights(tmp_path / "one").values())
 
 
 def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path) -> None:
     make_model(tmp_path, TinyModel(tied=True))
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
+    before = model_weights(tmp_path)
     extra = {
-        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+        "lm_head.weight": before["model.embed_tokens.weight"].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16),
     }
-    save_file({**tensors, **extra}, file)
-    assert_holds(load_decoder(tmp_path), tensors)
+    rewrite(tmp_path, lambda tensors: tensors | extra)
+    assert_holds(load_decoder(tmp_path), before)
 
 
 @pytest.mark.skipif(
@@ -237,7 +225,7 @@ def test_parts_for_a_gpu_are_read_while_others_are_copied(
         most[0] = max(most[0], len(copies.queued))
 
     decoder, _ = load_planned(plan_load(tmp_path), count)
-    assert_holds(decoder, stored(tmp_path))
+    assert_holds(decoder, model_weights(tmp_path))
     assert (copies.events, copies.checks) == (2, len(decoder.targets())) and copies.checks < parts / 3
     assert most[0] == 2, "as many as there are buffers"
 
@@ -246,11 +234,13 @@ def test_a_value_that_is_not_finite_is_found_by_the_check_of_its_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(tmp_path, TinyModel())
-    (file,) = tmp_path.glob("*.safetensors")
-    tensors = load_file(file)
     name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name][3, 5] = torch.nan
-    save_file(tensors, file, {"format": "pt"})
+
+    def spoiled(tensors: Tensors) -> Tensors:
+        tensors[name][3, 5] = torch.nan
+        return tensors
+
+    rewrite(tmp_path, spoiled)
     monkeypatch.setattr(checkpoint, "PART_BYTES", 1000)
     staging = Staging(LateCopies(monkeypatch).event, pinned=False)
     monkeypatch.setattr(weights, "_staging_for", lambda _: staging)

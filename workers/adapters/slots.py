@@ -57,7 +57,7 @@ class KnownAdapter(Generic[_Weights]):
     slot: int = -1
     # None: it is not resident.
     weights: _Weights | None = None
-    # Those to load it that wait.
+    # The waiting commands to load it.
     commands: list[int] = field(default_factory=list)
 
 

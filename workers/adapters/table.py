@@ -59,7 +59,7 @@ class AdapterTable(Generic[_Weights]):
         self._read_source, self._on_thread = read, on_thread
         # Called from the reading thread.
         self._submit: Callable[[AdapterRead], None]
-        # Those to be read, in order, and the one that is being read.
+        # The adapters to read, in order, and the one that is being read.
         self._wanted: deque[KnownAdapter[_Weights]] = deque()
         self._reading: KnownAdapter[_Weights] | None = None
         self._resident = ResidentAdapters(model, max_bytes)
@@ -76,7 +76,7 @@ class AdapterTable(Generic[_Weights]):
         return len(self._waiting)
 
     def report_to(self, submit: Callable[[AdapterRead], None]) -> None:
-        """Whom the reading thread tells what it has read. The step loop calls `read` with it."""
+        """The reading thread calls `submit` with each result. The step loop then calls `read` with it."""
         self._submit = submit
 
     @property

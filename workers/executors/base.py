@@ -39,7 +39,7 @@ from workers.sampling import BadLogitsError
 
 # Internal sequences. Callers use numbers from 0 on.
 _SCORED, _WARM, _WARM_TOO = -1, -2, -3
-# What the warm-up asks for, together everything that a row can have.
+# The outputs of the warm-up: together, everything that a row can have.
 _MASKED = OutputSpec(mask=TokenMask(allowed=(0, 1)))
 _DRAWN = OutputSpec(
     sampling=Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}),
@@ -60,7 +60,7 @@ _WARM_OUTPUTS = (_MASKED, _DRAWN, _PLAINLY_DRAWN, _LISTED)
 class ModelExecutor:
     """A model and the engine that runs it. The step loop of a worker uses `engine` directly.
 
-    `text`: the tokenizer, chat template and sampling defaults of its directory.
+    `text`: the tokenizer, chat template and sampling defaults of the model's directory.
     """
 
     name: str
@@ -99,7 +99,7 @@ class ModelExecutor:
                 rounds_rows=model.rounds_rows,
             ),
             device=str(kv.device),
-            # Models that run one sequence at a time, in the library's code, are those that take no trees.
+            # The models that run one sequence at a time, in the library's code, are those without trees.
             supports_native_unified_decode=engine.takes_trees,
             page_size_tokens=kv.page_size,
             bytes_per_page=kv.bytes_per_page,
@@ -118,9 +118,9 @@ class ModelExecutor:
         )
 
     def use_draft_model(self, other: ModelExecutor, step_tokens: int) -> None:
-        """Drafts with another model from now on, which belongs to this executor then.
+        """Drafts with another model from now on. This executor takes ownership of it.
 
-        `step_tokens`: the most tokens that it computes before the first one of a draft.
+        `step_tokens`: the most tokens that the draft model computes in a step before it drafts.
         """
         model = other.info()
         self._draft_model = other
@@ -138,9 +138,9 @@ class ModelExecutor:
         self._capabilities.draft_model = MTP_HEAD
 
     def warmup(self) -> None:
-        """Runs a step of each kind, so that no caller waits for its first one. Needs one page.
+        """Runs a step of each kind, so that no caller waits for the first one. Needs one page.
 
-        Everything that a request can ask for is asked for once: on a GPU its kernels are compiled then.
+        Everything that a request can ask for is requested once: on a GPU that compiles the kernels.
         """
         length, truncate = self.run_first_step(), self.engine.truncate
         for output in (GREEDY, *_WARM_OUTPUTS, *self._captured_outputs()):
@@ -159,24 +159,24 @@ class ModelExecutor:
             self._draft_model.warmup()
 
     def run_first_step(self) -> int:
-        """Runs a short prompt, with which the warm-up begins. Returns its length. Needs one page.
+        """Runs the short prompt with which the warm-up begins. Returns its length in tokens. Needs one page.
 
-        Raises ModelError for weights whose sums overflow.
+        Raises ModelError if the logits are not finite.
         """
-        # With the next token less than a page, so that no page of it is indexed.
+        # Together with the next token it is shorter than a page, so that no page of it is indexed.
         length = max(1, min(self._model.max_seq_len, self.engine.kv.page_size) - 2)
         self._run(self._append(_WARM, [i % self._model.vocab_size for i in range(length)]))
         return length
 
     def _captured_outputs(self) -> list[OutputSpec]:
-        """What is captured of the layers, if the model can."""
+        """Hidden states and experts, if the model has them."""
         found = [OutputSpec(hidden=HiddenSpec((0,)))] if self.engine.runner.has_hidden_states else []
         return found + ([OutputSpec(experts=True)] if self._model.moe_layers else [])
 
     def _warm_verifies(self, length: int) -> None:
-        """Verifies of the warm sequence, of so many tokens, which a page has room for two more of."""
-        # Only the first token stays: with two the page might be full, and then indexed. So drafts and scored
-        # tokens follow a shorter text.
+        """Runs verifies on the warm sequence of `length` tokens, whose page has room for two more."""
+        # A tree keeps only its first token. Other verifies keep two, which might fill the page, so that it
+        # would be indexed. So they follow a shorter sequence.
         if self.engine.takes_trees:
             self._run(self._append(_WARM, [0, 0], rows=2, kind=Kind.VERIFY, parents=(0,)))
         shorter, truncate = max(1, length - 1), self.engine.truncate
@@ -192,7 +192,7 @@ class ModelExecutor:
     def _append(
         self, sequence: int, token_ids: Sequence[int], output: OutputSpec = GREEDY, **options: Any
     ) -> Forward:
-        """An append of the warm-up, whose last token is wanted."""
+        """An append of the warm-up, with an output for its last token."""
         position = self.engine.length(sequence) or 0
         return Forward(0, sequence, position, token_ids, output=output, prompt_len=position, **options)
 
@@ -204,7 +204,7 @@ class ModelExecutor:
         for forward in forwards:
             if isinstance(forward.failure, BadLogitsError):
                 overflow = "its logits are not finite, though its weights are: they overflow"
-                # One that is tried before it takes the place of another has no name yet.
+                # Weights that are tried before they replace others have no name yet.
                 name = f"{self._model.model_id}: " if self._model.model_id else ""
                 raise ModelError(name + overflow) from forward.failure
             if forward.failure is not None:
@@ -228,7 +228,7 @@ class ModelExecutor:
         """The part of a snapshot that says what runs, and what has run since the start."""
         status = self.engine.stats.status()
         if self._draft_model is not None and not status.step_age_ns:
-            # Drafts are made between two steps. If that ends never, it is noticed as if a step did not end.
+            # Drafting between two steps counts as a step, so that the gateway notices if it never ends.
             drafting = self._draft_model.status()
             status.step_age_ns, status.step_expected_ns = drafting.step_age_ns, drafting.step_expected_ns
         return status

@@ -7,8 +7,8 @@
 
 On a GPU a step of plain decodes is launched, and its results are read later: see `launched_steps`.
 
-The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine. Any may call
-`stats.status`, and `usage` and `pages_available` of its table.
+The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine. Only `stats.status`, and
+`usage` and `pages_available` of its table, may be called by any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from workers.batch import captured_rows, output_specs, pack, sampling_rows
 from workers.decodes import NO_DECODES, Column, Decodes, Mask
 from workers.distribution import apply_drafts
-from workers.executors.errors import KvMissing, NoTrees
 from workers.executors.step_results import accepted_drafts, draws_of, row_outputs, scores_of, without_failed
 from workers.executors.step_stats import StepStats
 from workers.kv.sequence import KvSequence
@@ -41,8 +40,20 @@ from workers.sampling import SamplingRow
 from workers.token_trees import kept_path
 
 
+class KvMissing(Exception):
+    """The sequence is unknown, or shorter than the forward's position. The call had no effect."""
+
+
+class NoTrees(Exception):
+    """The model's attention does not support token trees. The call had no effect."""
+
+
 class Engine:
-    """Owns the pages, the sequences, the runner and the counts."""
+    """Owns the pages, the sequences, the runner and the counts.
+
+    A call that raises KvMissing, NoTrees, OutOfPages or SamplingError has no effect. DeviceLostError: see
+    `raise_if_lost`.
+    """
 
     def __init__(
         self,
@@ -61,7 +72,7 @@ class Engine:
         self.runner = runner
         self._num_experts = num_experts
         self.kv_table = kv_table
-        # Which forwards wait for pages that others are computing.
+        # Lets forwards wait for pages that others are computing.
         self.prefix_waits = PrefixWaits(kv_table)
         self.stats = StepStats(kv.device)
 
@@ -105,9 +116,10 @@ class Engine:
             self.prefix_waits.progressed(forward)
 
     def begin_decodes(self, decodes: Decodes, allowed: Mask | None = None) -> Mask:
-        """As `begin`, for plain decodes of sequences of just their positions, whose next slot is free.
+        """As `begin`, for plain decodes. Only begins those whose sequence ends at their position.
 
-        Returns which of those that are `allowed` have begun. It has no effect on the others.
+        Returns [N] bool, which of the `allowed` ones (None: all) have begun. Has no effect on the others:
+        they may need `begin`, for a truncation or a copy of a page.
         """
         decodes.started_ns = time.monotonic_ns()
         if self.kv_table.states is not None:
@@ -117,7 +129,7 @@ class Engine:
         )
         if self.kv_table.states is not None:
             for sequence in decodes.take(begun).sequences:
-                self.kv_table.states.begin(self._known(sequence))
+                self.kv_table.states.begin(self._sequence(sequence))
         return begun
 
     def _begin_from_state(self, states: StateSlots, sequence: KvSequence) -> None:
@@ -126,7 +138,7 @@ class Engine:
         states.begin(sequence)
 
     def _with_states(self, states: StateSlots, decodes: Decodes, allowed: Mask | None) -> Mask:
-        """Those of `allowed` whose recurrent state is there, as many as there is room for."""
+        """The decodes of `allowed` whose recurrent state is present, as many as there is room for."""
         known = map(self.kv_table.get, decodes.sequences)
         found = np.array([seq is not None and states.is_near(seq) for seq in known], np.bool_)
         if allowed is not None:
@@ -137,12 +149,12 @@ class Engine:
         """Plain decodes that have begun, to be run one by one."""
         forwards = decodes.forwards()
         for forward in forwards:
-            forward.kv = self._known(forward.sequence)
+            forward.kv = self._sequence(forward.sequence)
             forward.has_begun, forward.started_ns = True, decodes.started_ns
         return [Chunk(forward, 0, 1) for forward in forwards]
 
     def reserve(self, sequence: KvSequence, count: int) -> None:
-        """Reserves slots behind a sequence, for drafts. Truncating it to its length gives them back.
+        """Reserves `count` slots after a sequence, for drafts. Truncating it to its length frees them.
 
         Raises OutOfPages.
         """
@@ -153,11 +165,11 @@ class Engine:
         """Runs the model's head for multi-token prediction over the last token of each forward.
 
         Args:
-            forwards: With slots for their tokens. Nothing is appended.
-            hidden: [N, C] what the head goes on from, of each.
+            forwards: N, which have slots for their tokens. Nothing is appended.
+            hidden: [N, C] the hidden state after the last token of each.
 
         Returns:
-            The token that it expects behind each, and [N, C] for going on.
+            The drafted token of each, and [N, C] the hidden states for the next draft.
         """
         ends = [len(forward.token_ids) - 1 for forward in forwards]
         chunks = [Chunk(forward, end, 1) for forward, end in zip(forwards, ends, strict=True)]
@@ -181,11 +193,11 @@ class Engine:
             raise
 
     def execute(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> Decodes:
-        """Runs one batch of plain decodes and chunks, which have begun, and adds the outputs to them.
+        """Runs one batch of plain decodes and chunks that have begun, and writes the outputs into them.
 
-        Returns the decodes that are computed. A forward with a row that has no token gets a `failure`
-        instead, and so does a decode; the others are not affected. On an exception nothing has been appended:
-        the caller may run the step again, or roll back what has begun.
+        Returns the decodes without those that failed. If a row gets no token, its forward gets a `failure`,
+        or its decode an entry in `failures`; the others are not affected. After an exception nothing has been
+        appended: the caller may run the step again, or roll back what has begun.
         """
         tokens = decodes.size + (sum([chunk.count for chunk in chunks]) if chunks else 0)
         self.stats.step_begins(tokens, time.monotonic_ns())
@@ -198,21 +210,21 @@ class Engine:
         return done
 
     def history_of(self, decodes: Decodes, index: int) -> NDArray[np.int64]:
-        """The tokens of a sequence, and that of its decode. See `HistoryOf`."""
-        known = self._known(decodes.sequences[index]).token_ids.as_array().astype(np.int64)
+        """The tokens of a sequence and of its decode. See `HistoryOf`."""
+        known = self._sequence(decodes.sequences[index]).token_ids.as_array().astype(np.int64)
         return np.append(known, decodes.columns[Column.TOKEN, index])
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         if self.kv_table.states is not None:
-            parts = [(self._known(sequence), 1) for sequence in decodes.sequences]
+            parts = [(self._sequence(sequence), 1) for sequence in decodes.sequences]
             parts += [(chunk.forward.kv, chunk.count) for chunk in chunks]
             inputs.states = self.kv_table.states.run(parts)
         try:
             rows = sampling_rows(chunks, decodes, self.history_of)
-            # Nothing is made of each row if nobody wants more than tokens.
-            is_bare = not chunks and all([spec.is_token_only for spec in decodes.kinds])  # noqa: C419 - faster
+            # If only tokens are requested, no object is made for each row.
+            is_bare = not chunks and all([spec.is_token_only for spec in decodes.distinct_outputs])  # noqa: C419 - faster
             specs = [] if is_bare else output_specs(chunks, decodes)
             capture = captured_rows(specs) if specs else None
             result = self.runner.step(inputs, rows, capture)
@@ -234,10 +246,10 @@ class Engine:
         capture: RowCapture | None,
         items: int,
     ) -> Decodes:
-        """Appends the tokens of a step of which each row has one, and adds what was computed.
+        """Appends the tokens of a step in which every row got one, and writes the outputs.
 
-        rows, specs: R of them, as of `result`. No specs: nobody wants more than tokens.
-        items: How many forwards were in the step.
+        rows, specs: [R] one for each row of `result`. No specs: only tokens are requested.
+        items: The number of forwards in the step.
         """
         first, chosen, outputs = decodes.size, result.chosen, list[RowOutput]()
         if specs:
@@ -247,7 +259,7 @@ class Engine:
                 add_captured(outputs, specs, capture, self._num_experts)
         scores = scores_of(chunks, result.logits[first:]) if chunks else {}
         draws = draws_of(chunks, result.logits[first:], rows[first:]) if chunks else {}
-        # The last operation that may fail: it overwrites KV that a second attempt would need.
+        # This must be the last operation that can fail: it overwrites KV that a second attempt would need.
         paths = self._keep_paths(chunks, outputs[first:]) if chunks else {}
         on_host = chosen.cpu().numpy()[:first]
         if decodes.size:
@@ -275,7 +287,7 @@ class Engine:
         columns, started_ns = decodes.columns, decodes.started_ns
         self.kv_table.append_next(decodes.rows, columns[Column.POSITION], columns[Column.TOKEN])
         columns[Column.CHOSEN] = chosen
-        # Nobody waits for those that have not arrived yet: theirs is 0.
+        # Decodes that were not requested yet have no queueing time: 0.
         arrived = decodes.column(Column.ARRIVED_NS)
         columns[Column.QUEUE_NS] = [started_ns - arrived_ns if arrived_ns else 0 for arrived_ns in arrived]
         columns[Column.COMPUTE_NS] = time.monotonic_ns() - started_ns
@@ -291,7 +303,7 @@ class Engine:
             self.kv_table.append(forward.kv, chunk.token_ids)
         elif chunk.is_last:
             forward.kept_path = paths[forward]
-            # Those from here on were moved to other slots.
+            # The first kept token that was moved to another slot.
             own = next((at for at, index in enumerate(forward.kept_path) if at != index), None)
             self.kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path], own)
         if self.kv_table.states is not None and chunk.is_last:
@@ -306,7 +318,7 @@ class Engine:
         forward.outputs = (*forward.outputs, *outputs)
 
     def _keep_paths(self, chunks: Sequence[Chunk], outputs: Sequence[RowOutput]) -> dict[Forward, list[int]]:
-        """The kept paths of trees that are complete now. Moves their KV to consecutive slots."""
+        """The kept paths of trees whose last chunk has run. Moves their KV to consecutive slots."""
         paths: dict[Forward, list[int]] = {}
         moves: list[tuple[int, int]] = []
         first = 0
@@ -369,7 +381,7 @@ class Engine:
         self._restore(forward)
 
     def undo(self, sequence: int, length: int) -> None:
-        """Cuts a sequence to what it was, if it is there and longer."""
+        """Truncates a sequence to its former length, if it still exists."""
         known = self.kv_table.get(sequence)
         if known is not None and len(known) >= length:
             self.kv_table.truncate(known, length)
@@ -388,11 +400,11 @@ class Engine:
 
     def fork(self, sequence: int, children: Sequence[int]) -> None:
         """Makes sequences that share the pages of another. Raises KvMissing, and as `KvTable.fork`."""
-        self.kv_table.fork(self._known(sequence), children)
+        self.kv_table.fork(self._sequence(sequence), children)
 
     def truncate(self, sequence: int, new_len: int) -> None:
         """Truncates a sequence and frees its pages. Raises KvMissing, and as `KvTable.truncate`."""
-        self.kv_table.truncate(self._known(sequence), new_len)
+        self.kv_table.truncate(self._sequence(sequence), new_len)
 
     def release(self, sequence: int) -> bool:
         """Removes a sequence. False if it was not known."""
@@ -407,7 +419,7 @@ class Engine:
         self.stats.reset()
         self.kv_table.reset_counts()
 
-    def _known(self, sequence: int) -> KvSequence:
+    def _sequence(self, sequence: int) -> KvSequence:
         known = self.kv_table.get(sequence)
         if known is None:
             raise KvMissing(f"sequence {sequence} is not known")

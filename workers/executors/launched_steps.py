@@ -1,6 +1,6 @@
-"""Steps of plain decodes that are launched on a GPU, and whose results are read later.
+"""Launches steps of plain decodes on a GPU, and reads their results later.
 
-Meanwhile the next one is launched behind: see `workers.steps_in_flight`, which decides when.
+Meanwhile the next step can be launched behind: `workers.steps_in_flight` decides when.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.operations import Chunk
 from workers.runners.base import After, LaunchedStep, raise_if_lost
 from workers.sampling import SamplingError, SamplingRow
 
-# In place of a token that only the device has: outside of every vocabulary.
+# In place of a token that only the device knows. It is outside of every vocabulary.
 _UNKNOWN_TOKEN = -1
 
 
@@ -29,14 +29,15 @@ _UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A step of plain decodes that was launched, and whose results are not read yet.
 
-    Its chunks of prompts have none, and count as computed: what reads their KV comes behind on the device.
+    Its chunks of prompts have no results and count as computed, since whatever reads their KV runs later on
+    the device.
 
     Attributes:
-        decodes: Those that continue the step before it come first, without their tokens until that one's
-            results are read; then those that have joined.
-        joined: These, as they were given.
-        places: [N] where each is in the step before it, as in `After`.
-        chunks: In the same forward.
+        decodes: First those that continue decodes of the previous step (their tokens are set when its results
+            are read), then those that have joined.
+        joined: The latter, as they were given.
+        places: [N] int64, which decode of the previous step each continues, as in `After`.
+        chunks: Chunks of prompts in the same forward.
     """
 
     decodes: Decodes
@@ -48,16 +49,16 @@ class StepInFlight:
 
     @property
     def tokens(self) -> int:
-        """Those of the decodes and of the chunks."""
+        """The number of tokens of decodes and chunks."""
         return self.decodes.size + sum([chunk.count for chunk in self.chunks])
 
 
 def launch(engine: Engine, decodes: Decodes, chunks: Sequence[Chunk] = ()) -> StepInFlight | None:
-    """Launches a step of plain decodes that have begun, without waiting for it. It must be finished then.
+    """Launches a step of plain decodes that have begun, and of `chunks`, without waiting for it.
 
-    `chunks`: as well, all with `may_be_launched`. They count as computed.
+    The step must be finished later. All chunks must be `may_be_launched`; they count as computed at once.
 
-    None, without an effect: the runner cannot.
+    Returns None, without an effect, if the runner cannot launch it.
     """
     launched_ns = time.monotonic_ns()
     launched = _launched(engine, decodes, chunks, sampling_rows((), decodes, engine.history_of), None)
@@ -75,15 +76,16 @@ def launch_after(
     joining: Decodes = NO_DECODES,
     chunks: Sequence[Chunk] = (),
 ) -> StepInFlight | None:
-    """As `launch`, behind the step in flight, whose tokens are not known yet.
+    """As `launch`, behind the step in flight, whose chosen tokens are not known yet.
 
     Args:
         step: The step in flight.
-        decodes: Of some of its sequences, in their order, one token further.
-        joining: Of other sequences. They have begun.
+        decodes: The next decodes of some of its sequences, in their order there.
+        joining: Decodes of other sequences, which have begun.
         chunks: As for `launch`.
 
-    None, without an effect: not all of `decodes` have pages, or the runner cannot.
+    Returns None, without an effect, if a page is missing for one of `decodes`, or the runner cannot launch
+    it.
     """
     decodes.rows, begun = engine.kv_table.reserve_next(
         decodes.sequences, decodes.columns[Column.POSITION], ahead=1
@@ -107,15 +109,15 @@ def launch_after(
 
 
 def finish(engine: Engine, step: StepInFlight, following: StepInFlight | None = None) -> None:
-    """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
+    """Waits for a launched step, and commits its tokens. `following`: the step launched after it.
 
-    Raises a SamplingError if rows have no token. After any error nothing has been appended, and
-    `following` is over: its tokens are not kept.
+    Raises a SamplingError if rows have no token. After any error nothing has been appended, and the tokens of
+    `following` are dropped.
     """
     items, outputs = step.decodes.size + len(step.chunks), None
     try:
         chosen = step.launched.chosen()
-        if not all(spec.is_token_only for spec in step.decodes.kinds):
+        if not all(spec.is_token_only for spec in step.decodes.distinct_outputs):
             with step.launched.logits() as logits:
                 rows = sampling_rows((), step.decodes, engine.history_of)
                 outputs = row_outputs(logits, chosen, rows, step.decodes.outputs)
@@ -136,7 +138,8 @@ def finish(engine: Engine, step: StepInFlight, following: StepInFlight | None = 
             continues = following.places >= 0
             tokens[continues] = chosen_now[following.places[continues]]
         following.decodes.started_ns = time.monotonic_ns()
-        # From its launch on, while the one before it ran: rather too long than too short.
+        # Its time counts from its launch, although the previous step ran until now: too long rather than
+        # short.
         engine.stats.step_begins(following.tokens, following.launched_ns)
 
 
@@ -147,7 +150,8 @@ def _launched(
     rows: Sequence[SamplingRow],
     after: After | None,
 ) -> LaunchedStep | None:
-    page_size, keeps_logits = engine.kv.page_size, not all(spec.is_token_only for spec in decodes.kinds)
+    page_size = engine.kv.page_size
+    keeps_logits = not all(spec.is_token_only for spec in decodes.distinct_outputs)
     inputs = pack((), page_size, decodes, engine.kv_table.page_tables(decodes.rows))
     beside = pack(chunks, page_size) if chunks else None
     try:
@@ -167,7 +171,7 @@ def _history_after(engine: Engine, step: StepInFlight, places: NDArray[np.int64]
         place = places.item(index)
         if place < 0:
             return engine.history_of(decodes, index)
-        # The token of the step in flight is not appended yet, and what it chooses is not known.
+        # The decode in flight is not appended yet, and the token that it chooses is not known.
         return np.append(engine.history_of(step.decodes, place), _UNKNOWN_TOKEN)
 
     return history_of

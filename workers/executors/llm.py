@@ -331,7 +331,7 @@ def model_id_of(directory: Path) -> str:
     found = _SNAPSHOT.fullmatch(directory.as_posix())
     if found is None:
         return directory.name
-    # Of the files of a repository with several models, each has a name of its own.
+    # Repositories with several models have a file for each, which gives it a name of its own.
     return found[1].replace("--", "/") + (found[2] or "")
 
 

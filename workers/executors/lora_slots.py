@@ -25,7 +25,7 @@ from workers.runners.cuda_graph import CudaGraphRunner
 
 _log = logging.getLogger(__name__)
 
-# Of the free memory, for what steps with adapters need beside the slots, and graphs of them.
+# Free memory that is kept for steps with adapters, and for their graphs.
 _RESERVE_BYTES = 512 << 20
 
 

@@ -1,4 +1,4 @@
-"""What forwards get of the rows of a step, beside the tokens that are appended."""
+"""Makes the results of forwards from the rows of a step, beside the tokens that are appended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.sampling import SamplingRow
 def row_outputs(
     logits: torch.Tensor, chosen: torch.Tensor, rows: Sequence[SamplingRow], specs: Sequence[OutputSpec]
 ) -> list[RowOutput]:
-    """What the specs request of each row, without what is captured of the model."""
+    """What the specs request of each row, without captured hidden states and experts."""
     outputs = build_outputs(logits, chosen, specs)
     tokens = [output.token_id for output in outputs]
     for row, logprob in sampled_logprobs(logits, tokens, rows, specs).items():
@@ -38,7 +38,7 @@ def without_failed(
     specs: Sequence[OutputSpec],
     capture: RowCapture | None,
 ) -> tuple[list[Chunk], Decodes, StepResult, list[SamplingRow], list[OutputSpec]]:
-    """A step's data without what has a failed row. Sets the `failure` of forwards, and those of decodes."""
+    """A step's data without items that have a failed row. Sets their `failure` or `failures`."""
     first, failed = decodes.size, result.failed
     decodes.failures = {row: error for row, error in failed.items() if row < first}
     kept = [row for row in range(first) if row not in failed]
@@ -65,7 +65,7 @@ def without_failed(
 
 
 def scores_of(chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[Forward, tuple[list[int], TokenScores]]:
-    """By forward: the indexes of the tokens that its chunk's rows score, and the scores."""
+    """By forward: the indexes of the tokens that its chunk scores, and their scores."""
     found: dict[Forward, tuple[list[int], TokenScores]] = {}
     first = 0
     for chunk in chunks:
@@ -86,7 +86,7 @@ def scores_of(chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[Forward, tu
 def draws_of(
     chunks: Sequence[Chunk], logits: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> dict[Forward, Iterator[tuple[int, list[RowOutput]]]]:
-    """By forward: the iterator that draws its extra samples, if the chunk has the last row."""
+    """By forward: the iterator that draws its extra samples, if the chunk has the forward's last row."""
     draws: dict[Forward, Iterator[tuple[int, list[RowOutput]]]] = {}
     last = -1
     for chunk in chunks:
@@ -100,7 +100,7 @@ def draws_of(
 
 
 def accepted_drafts(forward: Forward) -> int:
-    """The number of drafts before the first that differs from the token chosen before it."""
+    """The number of drafts before the first one that differs from the token chosen at its position."""
     accepted = 0
     for draft, output in zip(forward.token_ids[1:], forward.outputs, strict=False):
         if draft != output.token_id:

@@ -1,4 +1,4 @@
-"""The running step of an engine, and what it has done since its start."""
+"""Statistics of an engine: the running step, and counts and times since its start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIELDS = {kind: (f"{kind.name.lower()}_operations", f"{kind.name.lower()}_ns") 
 
 
 class StepStats:
-    """Written by the engine's thread. Any may call `status`."""
+    """Written by the engine's thread. Any thread may call `status`."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: whose memory is reported."""
@@ -26,17 +26,17 @@ class StepStats:
         self._began_ns = 0
         self._number = 0
         self._tokens = 0
-        # The least time for each token of a step so far; short steps take more. 0: no step yet.
+        # The best time per token of any step so far; short steps take more. 0: no step yet.
         self._ns_per_token = 0.0
 
     def step_begins(self, tokens: int, began_ns: int) -> None:
-        """Note that a step of so many tokens has begun."""
+        """Note that a step of `tokens` tokens has begun."""
         self._number += 1
         self._tokens = tokens
         self._began_ns = began_ns
 
     def step_ends(self, items: int) -> None:
-        """Count a step of so many items. 0: it has failed."""
+        """Count a step of `items` forwards. 0: it failed."""
         if items:
             ns_per_token = (time.monotonic_ns() - self._began_ns) / self._tokens
             self._ns_per_token = min(self._ns_per_token or ns_per_token, ns_per_token)
@@ -46,7 +46,7 @@ class StepStats:
         self._began_ns = 0
 
     def count(self, forward: Forward) -> None:
-        """Count a forward that was requested and is complete."""
+        """Count a complete forward that was requested."""
         for field, more in zip(_FIELDS[forward.kind], (1, forward.compute_ns), strict=True):
             setattr(self._counts, field, getattr(self._counts, field) + more)
         if forward.kind is Kind.VERIFY and forward.accept is Accept.CHOSEN:
@@ -54,7 +54,7 @@ class StepStats:
             self._counts.accepted_draft_tokens += forward.kept - 1
 
     def count_decodes(self, times_ns: Sequence[int]) -> None:
-        """Count plain decodes that were requested and are complete, which took so long."""
+        """Count complete plain decodes that were requested, by their times."""
         self._counts.decode_operations += len(times_ns)
         self._counts.decode_ns += sum(times_ns)
 
@@ -62,7 +62,7 @@ class StepStats:
         self._counts = StepCounts()
 
     def status(self) -> WorkerSnapshot:
-        """The part of a snapshot that says what runs, and what has run."""
+        """The part of a snapshot about the running step and the counts."""
         began_ns, device = self._began_ns, self._device
         on_gpu = device.type == "cuda"
         return WorkerSnapshot(

@@ -1,19 +1,19 @@
-"""Which pages are on disk, are to be written there, or are being read. No I/O, no threads, no clock.
+"""Tracks which pages are on disk, will be written there, or are being read. No I/O, no threads, no clock.
 
-A page that is full gets a digest (`page_pool`), under which it is stored. A digest is at most one of
+A full page has a digest (`page_pool`), under which it is stored. A digest is in at most one of the states
 
-    queued      its page is in the pool, and is to be written when the disk has time
+    queued      its page is in the pool, and will be written when the disk has time
     writing     its page was handed to the thread that writes, and is still in the pool
-    on disk     as far as this process knows: another one may have deleted the file
+    on disk     as far as this process knows: another process may have deleted the file
 
-and beside that it may be *read* into a page that nothing else refers to yet.
+Besides, its page may be being *read* into a page of the pool that nothing else refers to yet.
 
-**The pool never waits for the disk.** A page that is evicted while it is queued is not written. One that is
-evicted while it is being written makes that write stale, before its memory gets other contents: what was
-copied by then is good, and a file that was not is not given its name (see `PageWrite.is_stale`).
+**The pool never waits for the disk.** A page that is evicted while it is queued is not written. If it is
+evicted while it is being written, the write becomes stale before the page is overwritten. A stale write whose
+page was not copied completely gives the file no name (see `PageWrite.is_stale`).
 
-A snapshot of a recurrent state goes the same way, by its own digest: "page" below stands for both, and its
-*number* is that of the page or of the state's slot.
+A snapshot of a recurrent state is handled in the same way, by its own digest: "page" below means both, and
+its *number* is that of the page or of the state's slot.
 
 The files are in `page_files`, the threads in `disk_threads`, and the pages of the pool in `table`.
 """
@@ -34,10 +34,10 @@ class PageWrite:
     """A page that is being written.
 
     Attributes:
-        parent: The digest of the page before the page, or the root's.
+        parent: The digest of the page before it, or the root digest.
         number: Of the page, or of the state's slot.
-        is_stale: Its memory may have other contents by now, or will have at once. The step loop's thread sets
-            it before it writes to the page; the writing thread reads it after its last read of the page.
+        is_stale: The page may be overwritten from now on. The step loop's thread sets it before it writes to
+            the page; the writing thread checks it after its last read of the page.
     """
 
     digest: bytes
@@ -49,8 +49,8 @@ class PageWrite:
 class ReadOutcome(Enum):
     """How the read of a page has ended.
 
-    READ: it has the bits that were written. MISSING: there is no file, or it cannot be read. REFUSED: the
-    file is not what its name says, and was deleted.
+    READ: the page has the bits that were written. MISSING: there is no file, or it cannot be read. REFUSED:
+    the file's contents do not match its name, and it was deleted.
     """
 
     READ = auto()
@@ -62,25 +62,25 @@ class DiskPages:
     """The states of pages. The thread of the step loop owns it; all operations are O(1) per page."""
 
     def __init__(self) -> None:
-        # Those since the start.
+        # Counts since the start.
         self.counts = KvDiskUsage()
-        # False: nothing is stored. What is on disk is still read.
+        # False: nothing is stored. Pages on disk are still read.
         self.takes_writes = True
         self._on_disk: set[bytes] = set()
-        # In the order in which they were filled: their parents and numbers.
+        # (parent, number) by digest, in the order in which the pages were filled.
         self._queued: dict[bytes, tuple[bytes, int]] = {}
         self._writing: dict[bytes, PageWrite] = {}
         self._reading: dict[bytes, int] = {}
 
-    # What the pool does.
+    # Called when the pool changes.
 
     def published(self, number: int, digest: bytes, parent: bytes) -> None:
-        """A page of the pool is full, and can be found by this digest. It follows the page of `parent`."""
+        """A page of the pool was indexed by this digest. It follows the page of `parent`."""
         if self.takes_writes and digest not in self._on_disk and digest not in self._writing:
             self._queued[digest] = parent, number
 
     def discarded(self, digest: bytes) -> None:
-        """The page of this digest is about to get other contents."""
+        """The page of this digest is about to be overwritten."""
         if self._queued.pop(digest, None) is not None:
             self.counts.dropped_pages += 1
         elif (write := self._writing.pop(digest, None)) is not None:
@@ -94,7 +94,7 @@ class DiskPages:
         return len(self._queued) + len(self._writing)
 
     def next_write(self) -> PageWrite | None:
-        """The page to write next, which is being written from now on. None: there is none."""
+        """Moves the next queued page to the state writing, and returns it. None: there is none."""
         if not self._queued:
             return None
         digest = next(iter(self._queued))
@@ -102,7 +102,7 @@ class DiskPages:
         return write
 
     def written(self, write: PageWrite, *, is_stored: bool) -> None:
-        """A write has ended. Not stored: it was stale, or the disk had no room for it."""
+        """A write has ended. Without `is_stored` it was stale, or the disk had no room."""
         if self._writing.get(write.digest) is write:
             del self._writing[write.digest]
         if not is_stored:
@@ -112,24 +112,24 @@ class DiskPages:
         self._found(write.digest)
 
     def _found(self, digest: bytes) -> None:
-        """There is a file. If a page is being written to it, it is on disk when that has ended."""
+        """There is a file of this page. While this process writes it, it does not count as on disk."""
         if digest not in self._writing:
             self._on_disk.add(digest)
             self._queued.pop(digest, None)
 
     def stop_writes(self) -> None:
-        """Store nothing until `takes_writes` is set again. Writes that are under way end as they can."""
+        """Store nothing until `takes_writes` is set again. Running writes go on."""
         self.takes_writes = False
         self._queued.clear()
 
     # Reads.
 
     def has(self, digest: bytes) -> bool:
-        """Whether a page is thought to be on disk."""
+        """Whether a page is on disk, as far as is known."""
         return digest in self._on_disk
 
     def will_have(self, digest: bytes) -> bool:
-        """Whether a page is on disk, or is to be."""
+        """Whether a page is on disk, or will be."""
         return digest in self._on_disk or digest in self._queued or digest in self._writing
 
     @property
@@ -138,15 +138,15 @@ class DiskPages:
         return bool(self._reading)
 
     def being_read(self, digest: bytes) -> int | None:
-        """The number of the page into which the page of this digest is being read, if it is."""
+        """The number of the page into which this digest's page is being read. None: it is not."""
         return self._reading.get(digest)
 
     def begin_read(self, digest: bytes, number: int) -> None:
-        """A page on disk is being read into a page of the pool that nothing else refers to."""
+        """Note that a page on disk is being read into a page of the pool that nothing else refers to."""
         self._reading[digest] = number
 
     def end_read(self, digest: bytes, outcome: ReadOutcome) -> int:
-        """A read has ended. Returns the number of the page that has its contents, if these are good."""
+        """A read has ended. Returns the number of the page that was read into."""
         match outcome:
             case ReadOutcome.READ:
                 self.counts.read_pages += 1
@@ -157,7 +157,7 @@ class DiskPages:
                 self._on_disk.discard(digest)
         return self._reading.pop(digest)
 
-    # What other processes do.
+    # Files of other processes.
 
     def listed(self, found: Iterable[bytes], gone: Iterable[bytes]) -> None:
         """Files of other workers were found, or files have been deleted."""

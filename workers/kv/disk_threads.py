@@ -28,11 +28,11 @@ _READERS = 2
 # A read of many pages is done in such portions, in turns with others.
 _PORTION_PAGES = 16
 _LIST_S = 1.0
-# Of the time, for lists of very many files.
+# The share of the time that listing very many files may take.
 _LISTING_SHARE = 0.05
 # After a failed write.
 _RETRY_S = 60.0
-# Of the thread that writes: steps should not notice it.
+# The niceness of the writing thread: steps should not notice it.
 _NICENESS = 10
 
 
@@ -124,7 +124,7 @@ class DiskThreads:
 
     def _write_pages(self) -> None:
         if sys.platform == "linux":
-            # Of this thread alone.
+            # For this thread only.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         retry_s: float | None = None
         next_s = list_s = time.monotonic()

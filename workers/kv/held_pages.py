@@ -1,4 +1,4 @@
-"""Pages of the pool that are held for no sequence: those that are read from disk, and what waits for them."""
+"""References to pages that no sequence has: of pages that are read from disk, and of forwards that wait."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from workers.kv.page_pool import PagePool
 
 
 class HeldPages:
-    """Owner of these references: how many each page has here."""
+    """Owner of these references. `references`: their number, by page."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.references: Counter[int] = Counter()
 
     def hold(self, page: int) -> None:
-        """Keep a page that is in the pool's index, or held already, in the pool until `let_go`."""
+        """Keep a page, which is indexed or already held, in the pool until `release`."""
         self._pool.incref(page)
         self.references[page] += 1
 
-    def take(self, count: int) -> list[int]:
-        """Pages for contents that come from elsewhere, each held once. Raises OutOfPages."""
+    def allocate(self, count: int) -> list[int]:
+        """Allocate pages for contents from disk, each held once. Raises OutOfPages."""
         pages = self._pool.allocate(count)
         self.references.update(pages)
         return pages
 
-    def let_go(self, pages: Sequence[int]) -> None:
-        """Give up one reference to each page. Without others it is cached or free. The last first.
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop one reference to each page. Without any it becomes cached or free.
 
-        So the end of a chain is evicted before the pages it depends on.
+        Last page first, so that the end of a chain is evicted before the pages it depends on.
         """
         for page in reversed(pages):
             self._pool.decref(page)

@@ -1,8 +1,9 @@
 """Checks page by page that the pool, the sequences that hold its pages, and the prefix index agree.
 
 Checking a pool of thousands of sequences takes seconds. So a check runs in slices, and the table may change
-between them. The table reports each page that a sequence gets or gives back, and the check updates the counts
-of sequences that it has counted. So its counts always match what these hold, and there are no false alarms.
+between them. The table reports each page that a sequence gets or frees, and the check updates its counts if
+it has counted the sequence already. So its counts always match what these sequences hold, and there are no
+false alarms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PAGES_PER_SLICE = 2048
 
 
 class IntegrityCheck:
-    """One check of a table. Reads the table's data; the table reports all changes from the start on."""
+    """One check of a table. Reads the table's data. The table reports all changes since the start."""
 
     def __init__(
         self, sequences: Mapping[int, KvSequence], pool: PagePool, page_size: int, held: Mapping[int, int]

@@ -93,7 +93,7 @@ class PageDirectory:
         self._gone: set[bytes] = set()
         # When all files may be counted again.
         self._recount_s = 0.0
-        # Of all files, when it was last known here.
+        # The size of all files, as last known.
         self.size_bytes = 0
         # File descriptors, so that what others put in the place of the directory is never used. No lock, -1:
         # pages of a file system that is read-only can be read.
@@ -340,7 +340,7 @@ class PageDirectory:
                 return False
             os.unlink(path, dir_fd=self._root)
         except FileNotFoundError:
-            # Who has deleted it may have counted that, or not: then it is found by the next count of all.
+            # Another process deleted it. If that has not counted it, the next recount will.
             is_deleted = False
         except OSError:
             self._order.use(page.key, _NEVER_NS)
@@ -359,7 +359,7 @@ class PageDirectory:
 
 
 def _path(key: bytes, parent: bytes) -> str:
-    """Of the file of a page, in the directory. `parent`: the digest of the page before it."""
+    """The path of a page's file in the directory. `parent`: the digest of the page before it."""
     digest = key[IDENTITY_BYTES:].hex()
     return f"{key[:IDENTITY_BYTES].hex()}/{digest[:2]}/{digest}{parent.hex()}"
 

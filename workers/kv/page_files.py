@@ -47,7 +47,7 @@ class PageFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files, those of other identities included, when it was last known here."""
+        """The size of all files as last known, including those of other identities."""
         return self._directory.size_bytes
 
     def write(self, write: PageWrite, views: Sequence[memoryview]) -> bool:

@@ -1,4 +1,4 @@
-"""The accounting of the KV pool's pages: reference counts, a free list, and the index of pages for reuse.
+"""Accounting of the KV pool's pages: reference counts, a free list, and the prefix index.
 
 A page is in one of three states:
 
@@ -9,8 +9,8 @@ A page is in one of three states:
 A full page is indexed by its digest: a hash chain over its own tokens and, through the digest of the page
 before it, all tokens before them and the salt. Keys and values of a token depend on exactly these, so pages
 with equal digests are interchangeable. If a page in the middle of a chain is evicted, the pages after it are
-not found until it is computed again, and are still correct then. A recurrent state (`states`) after the
-last token of a page depends on the same, and has a digest made of the page's.
+not found until it is computed again; they are still correct then. A recurrent state (`states`) after the last
+token of a page depends on the same tokens, and its digest is made from the page's.
 
 Pages are numbers. Their memory is in `tensors`, and the sequences are in `table`.
 """
@@ -42,12 +42,12 @@ def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def state_digest(page: bytes) -> bytes:
-    """Return the digest of the recurrent state after the page of this digest: it has one byte more."""
+    """Return the digest of the recurrent state after the page of this digest. It is one byte longer."""
     return page + b"S"
 
 
 def is_state(digest: bytes) -> bool:
-    """Whether a digest is that of a state, and not of a page."""
+    """Whether a digest is of a state, not of a page."""
     return len(digest) > DIGEST_BYTES
 
 
@@ -75,7 +75,7 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.num_pages = num_pages
         self.evicted_pages = 0
-        # Told of each digest whose page is about to get other contents.
+        # Called with each digest whose page is about to be overwritten.
         self.on_discard: Callable[[bytes], None] | None = None
         # One-to-one: each digest has one canonical page.
         self._page_of: dict[bytes, int] = {}
@@ -114,11 +114,11 @@ class PagePool:
         return self._refcounts[page] == 1 and page not in self._digest_of
 
     def digest_of(self, page: int) -> bytes | None:
-        """Return the digest `page` can be found by, if any."""
+        """Return the digest that `page` is indexed by, if any."""
         return self._digest_of.get(page)
 
     def lookup(self, digest: bytes) -> int | None:
-        """Return the page known by `digest`. Take a reference before any `allocate`, which may evict it."""
+        """Return the page indexed by `digest`. Take a reference before any `allocate`, which may evict it."""
         return self._page_of.get(digest)
 
     def allocate(self, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The page tables of a step of decodes, kept for the next one, which mostly has the same sequences."""
+"""The page tables of a step of decodes, kept for the next step, which usually has the same sequences."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class PageTables:
     def __init__(self, columns: SequenceColumns, in_row: Mapping[int, KvSequence]) -> None:
         self._columns = columns
         self._in_row = in_row
-        # The rows, as bytes, and `SequenceColumns.changes` of these.
+        # The rows of the last step, as bytes, and their `SequenceColumns.changes`.
         self._key = b""
         self._changes: Rows = np.zeros(0, np.int64)
         self._tables = _NONE
 
     def of(self, rows: Rows) -> Tables:
-        """The pages of the sequences in these rows: [N, P], padded with 0. Not to be modified.
+        """[N, P] int32, the pages of the sequences in these rows, padded with 0. Not to be modified.
 
-        The same array as the last time if nothing has changed; otherwise a new one.
+        Returns the same array as the last time if nothing has changed, otherwise a new one.
         """
         if not len(rows):
             return _NONE
@@ -45,7 +45,7 @@ class PageTables:
         width = max(map(len, pages))
         padding = array("i", [0]) * width
         parts = [part for own in pages for part in (own, padding[len(own) :])]
-        # One copy of all of them: numpy takes longer to copy each row into a table.
+        # One copy of everything: copying each row into a numpy array takes longer.
         return np.frombuffer(bytearray().join(parts), np.int32).reshape(len(rows), width)
 
     def _updated(self, rows: Rows, changed: list[int]) -> Tables:

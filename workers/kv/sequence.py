@@ -1,4 +1,4 @@
-"""A sequence of tokens and its pages, and in columns what decodes need of all sequences: one row for each.
+"""A sequence of tokens and its pages; and the columns with what decodes need, which have a row per sequence.
 
 So a step of hundreds of decodes takes a few vector operations. `KvTable` is the only writer.
 """
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from workers.kv.shared_list import SharedList, TokenList
 
-# The row of a sequence that is not known. Its length is no position.
+# The row of unknown sequences. Its length matches no position.
 NO_ROW = 0
 _FIRST_ROWS = 64
-# Of `KvSequence.shared_until`: there is no such position.
+# `KvSequence.shared_until` if all pages may be shared.
 ALL = 1 << 62
 
 Rows = NDArray[np.int64]
@@ -25,11 +25,12 @@ class SequenceColumns:
     """The columns, and which rows are in use.
 
     Attributes:
-        lengths: [rows] The committed tokens.
-        writable: [rows] The sequence may write the slots before this position, after its committed tokens:
-            it has the pages, and no other sequence can see them.
-        recent: [rows, page_size] The last tokens by their place in the page; see `KvSequence.token_ids`.
-        changes: [rows] How often the pages of a sequence have changed. Never the same number again in a row.
+        lengths: [rows] int64, the number of committed tokens.
+        writable: [rows] int64. The slots after the committed tokens and before this position may be written:
+            they are reserved, and no other sequence can see them.
+        recent: [rows, page_size] uint32, the last tokens by their offset in the page; see
+            `KvSequence.token_ids`.
+        changes: [rows] int64, a counter that is incremented when the pages of the row's sequence change.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -40,7 +41,7 @@ class SequenceColumns:
         self._free: list[int] = []
 
     def add(self) -> int:
-        """A row for an empty sequence."""
+        """Return the row of a new, empty sequence."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -72,11 +73,11 @@ class KvSequence:
     def __init__(self, key: int, salt: bytes, generation: int, columns: SequenceColumns) -> None:
         self.key = key
         self.salt = salt
-        # Of the table when it was created, or when what it is a fork of was.
+        # The table's generation when it, or the sequence it was forked from, was created.
         self.generation = generation
-        # The position from which on the KV is not that of a sequence by itself: see `KvTable.append`.
+        # Pages that end after this position are shared only with forks: see `own` of `KvTable.append`.
         self.shared_until = ALL
-        # An array, not a list: the garbage collector would visit the items of thousands of forks.
+        # An array, since the garbage collector would visit all items of lists.
         self.pages: array[int] = array("i")
         self.digests: SharedList[bytes] = SharedList()
         self.row = columns.add()
@@ -93,7 +94,7 @@ class KvSequence:
 
     @property
     def token_ids(self) -> TokenList:
-        """The committed tokens. The latest ones, of a page that is not full, are first moved to this list."""
+        """The committed tokens. Moves the latest ones from `recent` to this list first."""
         known, length = self._token_ids, len(self)
         if known.length < length:
             recent, size = self._columns.recent[self.row], self._columns.recent.shape[1]
@@ -107,10 +108,10 @@ class KvSequence:
 
     @property
     def listed(self) -> int:
-        """How many of the tokens are in the list. All of those in full pages are."""
+        """How many tokens are in the list: at least those of all full pages."""
         return self._token_ids.length
 
     @property
     def writable(self) -> int:
-        """The position before which slots that hold no token may be written."""
+        """Slots from the end of the sequence up to this position may be written."""
         return max(len(self), self._columns.writable.item(self.row))

@@ -1,4 +1,4 @@
-"""Sizes of memory: whether the weights fit, how many pages the KV pool gets, and how many states."""
+"""Sizes memory: whether the weights fit, and how many pages and recurrent states there are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from workers.common.machine_limits import available_bytes
 
-# The share of the free memory, and the most bytes, so that other programs on the machine keep enough.
+# Limits of the KV pool in main memory, as a share of the free memory and in bytes, so that enough is left for
+# other programs.
 _CPU_MEMORY_SHARE = 0.25
 _CPU_MAX_BYTES = 4 << 30
 # With more pages a small model would need more memory for accounting than for KV.
@@ -44,19 +45,19 @@ class GpuMemory:
         return int(self.total_bytes * self.utilization) - taken_bytes - self.working_bytes
 
 
-# A sequence needs one page, and the warm-up too.
+# A sequence needs one page, and so does the warm-up.
 _MIN_PAGES = 1
-# Recurrent states beside those that pages bring: of eight running forwards.
+# Recurrent states for eight running forwards, beside the snapshots.
 _MIN_STATES = 24
-# The most tokens from one snapshot to the next, and so that a truncation or a reused prefix computes again.
+# The most tokens from one snapshot to the next, which is also what a truncation may have to compute again.
 _MAX_STATE_SPACING = 512
 
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """How many recurrent states a pool of pages has beside it.
+    """How many recurrent states there are for a pool of pages.
 
-    Snapshots are so far apart that one takes about the memory of the keys and values in between.
+    The distance of snapshots is chosen so that one takes about the memory of the KV of the tokens in between.
 
     Attributes:
         bytes_per_state: Of all layers. 0: there are no recurrent layers.
@@ -77,17 +78,17 @@ class StateSizes:
 
     @property
     def bytes_per_page(self) -> int:
-        """Those of a page, and its share of the states."""
+        """The bytes of a page and of its share of the states."""
         states = -(-self.bytes_per_state * self.page_size // self.spacing)
         return self.kv_bytes_per_page + states
 
     @property
     def fixed_bytes(self) -> int:
-        """Of the states that there are with any number of pages."""
+        """The bytes of the states that exist with any number of pages."""
         return _MIN_STATES * self.bytes_per_state
 
     def num_states(self, num_pages: int) -> int:
-        """One for each snapshot that fits the pages, and those of a few running forwards."""
+        """One for each snapshot in `num_pages` pages, and those for a few running forwards."""
         return _MIN_STATES + num_pages * self.page_size // self.spacing
 
 

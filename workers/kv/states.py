@@ -1,21 +1,21 @@
-"""Recurrent states: which slot has the state of which sequence, and which snapshots there are.
+"""Accounting of recurrent states: which slot has the state of which sequence, and which are snapshots.
 
-A layer with a recurrent state (Mamba, the gated delta rule, a short convolution) keeps no keys and values of
-tokens, but what it has made of all of them so far. A *state* is that of all such layers after some number of
-tokens. It is in a slot, and does not change there: a forward reads one slot and writes others.
+A recurrent layer (Mamba, the gated delta rule, a short convolution) keeps a fixed-size state of all tokens so
+far instead of keys and values. A *state* here is that of all such layers after some number of tokens. It is
+in a slot, and is never changed there: a forward reads one slot and writes others.
 
     tokens     [ ..................| the last forward ]
     held                         base               tip     of each sequence
     snapshots  ...|........|........|........|              every `spacing` tokens, by the digest of the page
 
-So what the last forward appended is undone by forgetting the tip, and forks share slots. After any other
-truncation the state is that of the last snapshot before: it is *behind* the sequence. The tokens between are
-computed again with the next forward if they are few (`MAX_BEHIND`); otherwise the sequence has to be
-replayed, as after an eviction of its pages. A prefix is reused up to a snapshot only.
+So the last forward is undone by dropping the tip, and forks share slots. After any other truncation the
+sequence has the state of the last snapshot before its end, which is *behind* the sequence. The next forward
+also computes the tokens in between again if they are few (`MAX_BEHIND`). Otherwise the sequence has to be
+replayed, as after an eviction of its pages. A prefix can only be reused up to a snapshot.
 
-All slots but those of running forwards are a cache: the least recently used are taken first. A snapshot that
-was stored on disk is read back into such a slot. Not thread-safe; the `KvTable` owns it. The memory is in
-`state_tensors`.
+All slots but those of running forwards are a cache: the least recently used one is evicted first. A snapshot
+that was stored on disk is read back into such a slot. Not thread-safe; the `KvTable` owns it. The memory is
+in `state_tensors`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from workers.kv.sequence import KvSequence
 
 # In place of a slot: the state before the first token, which needs none.
 EMPTY = -1
-# At most so many tokens are computed again with a forward: they are in no step's budget.
+# A forward computes at most this many tokens again. They do not count in a step's budget.
 MAX_BEHIND = 64
-# What a forward needs at most: to read, to return to, and to write.
+# The most slots that a forward needs: one to read, one to return to, one to write.
 SLOTS_PER_FORWARD = 3
 
 
@@ -48,13 +48,13 @@ FROM_START = Held(0, EMPTY)
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """What the tokens of one item of a step read and write.
+    """The states that one item of a step reads and writes.
 
     Attributes:
-        source: Where the item begins.
-        before: The tokens from there to the item's first one, which are computed again. Their keys and
-            values are in the pages.
-        writes: Where states are kept, in order; the last one is at the end of the item.
+        source: The state that it reads.
+        before: The tokens between that state and the item's first token, which are computed again. Their keys
+            and values are in the pages.
+        writes: The states to write, by position; the last one is at the end of the item.
     """
 
     source: Held
@@ -77,19 +77,21 @@ class StateSlots:
         self._free = list(range(num_slots - 1, -1, -1))
         # Least recently used first.
         self._used: OrderedDict[int, None] = OrderedDict()
-        # By key, in order of position, without `FROM_START`; by slot, which sequences hold it.
+        # The states of each sequence by key, ordered by position, without `FROM_START`; and the sequences
+        # that hold each slot.
         self._held: dict[int, list[Held]] = {}
         self._holders: list[set[int]] = [set() for _ in range(num_slots)]
-        # The snapshots. One-to-one.
+        # The snapshots: digests and slots are one-to-one.
         self._slot_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        # The sequences whose forward has begun and is not done, and those of the running step.
+        # The sequences whose forward has begun and is not done; and the runs of the running step, by
+        # sequence.
         self._begun: set[int] = set()
         self._running: dict[int, StateRun] = {}
         # The slots that the running step writes, and those into which snapshots are read.
         self._written: set[int] = set()
         self._reading: set[int] = set()
-        # Told of the digest of each snapshot that is dropped.
+        # Called with the digest of each snapshot that is dropped.
         self.on_discard: Callable[[bytes], None] | None = None
 
     # What a forward does.
@@ -100,20 +102,20 @@ class StateSlots:
         return (self.num_slots - len(self._reading)) // SLOTS_PER_FORWARD - len(self._begun)
 
     def is_near(self, seq: KvSequence) -> bool:
-        """Whether a forward can go on from the state of a sequence: it is not too far behind."""
+        """Whether a forward can continue from the state of a sequence, which is not too far behind."""
         return len(seq) - self._last(seq.key).position <= MAX_BEHIND
 
     def begin(self, seq: KvSequence) -> None:
-        """Note that a forward begins: its state stays until `end`, as what the forward can be undone to."""
+        """Note that a forward begins. Its state stays until `end`, so that the forward can be rolled back."""
         last = self._last(seq.key)
         self._set(seq.key, [last])
         self._begun.add(seq.key)
         self._touch(last.slot)
 
     def run(self, items: Sequence[tuple[KvSequence, int]]) -> list[StateRun]:
-        """Give slots to the next step: so many tokens of each of these sequences, whose forwards have begun.
+        """Allocate slots for the next step. `items`: begun sequences, with their number of tokens in it.
 
-        The slots of an earlier step that were not `appended` are free again.
+        Slots of an earlier step that were not `appended` become free.
         """
         self._forget_running()
         written = self._written
@@ -137,9 +139,9 @@ class StateSlots:
         return runs
 
     def appended(self, seq: KvSequence, *, is_shared: bool) -> Sequence[int]:
-        """The tokens of the running step were appended to a sequence: keep what it has written.
+        """The tokens of the running step were appended to a sequence: keep the states that were written.
 
-        Returns the positions for which there is a snapshot now. Without `is_shared` there is none.
+        Returns the positions that have a snapshot now: none without `is_shared`.
         """
         run = self._running.pop(seq.key, None)
         if run is None:
@@ -165,7 +167,7 @@ class StateSlots:
         """Note that a forward is done: others may take its slots."""
         self._begun.discard(key)
 
-    # What the table does with sequences and pages.
+    # Called by the table when sequences and pages change.
 
     def has_snapshot(self, digest: bytes) -> bool:
         """Whether there is a snapshot after the page of this digest."""
@@ -205,12 +207,12 @@ class StateSlots:
         self._set(key, [])
 
     def forget_snapshots(self) -> None:
-        """Those that there are were made by other weights. Sequences keep what they hold."""
+        """Drop all snapshots, which were made by other weights. Sequences keep the states they hold."""
         for digest in list(self._slot_of):
             self.discarded(digest)
 
     def discarded(self, digest: bytes) -> None:
-        """A page gets other contents: the snapshot after it is dropped."""
+        """The page of this digest is overwritten: drops the snapshot after it."""
         slot = self._slot_of.pop(digest, None)
         if slot is not None:
             if self.on_discard is not None:
@@ -222,12 +224,12 @@ class StateSlots:
 
     @property
     def may_read(self) -> bool:
-        """Whether there is a slot for one more, and enough for running forwards."""
+        """Whether one more snapshot can be read, leaving enough slots for running forwards."""
         most = (self.num_slots - len(self._reading) - 1) // SLOTS_PER_FORWARD
         return most >= max(1, len(self._begun))
 
     def begin_read(self) -> int:
-        """A slot into which a snapshot is read, until `end_read`. Between two steps, if it `may_read`."""
+        """A slot to read a snapshot into, until `end_read`. Only between two steps, and if `may_read`."""
         self._forget_running()
         return self._take(self._reading)
 
@@ -240,7 +242,7 @@ class StateSlots:
         self._free_if_unused(slot)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless each slot is free or used, and by whom it is said to be."""
+        """Raise IntegrityError unless each slot is free or used, and holders and snapshots are consistent."""
         if sorted([*self._free, *self._used]) != list(range(self.num_slots)):
             raise IntegrityError("a state slot is neither free nor used, or both")
         holders: list[set[int]] = [set() for _ in range(self.num_slots)]
@@ -282,7 +284,7 @@ class StateSlots:
             self._used.move_to_end(slot)
 
     def _take(self, taken: set[int]) -> int:
-        """A free slot, or the least recently used one that no running forward needs, for `taken`.
+        """A free slot, or the least recently used one that no running forward needs. Adds it to `taken`.
 
         EMPTY: there is none.
         """

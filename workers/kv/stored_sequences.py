@@ -20,10 +20,10 @@ _NUMBERED_ADAPTER = re.compile(rb"a\d+/")
 
 
 class StoredSequences:
-    """Of one pool. The `KvTable` calls it; sequences are those of the weights that are served."""
+    """Decides which pages to store. Called by the `KvTable`, for sequences of the served weights."""
 
     def __init__(self, disk: DiskPages, pool: PagePool, states: StateSlots | None, page_size: int) -> None:
-        """Tell `disk` from now on what is to be stored, and what gets other contents."""
+        """From now on, tell `disk` which pages to store, and which pages are about to be overwritten."""
         self.disk, self._pool, self._states, self._page_size = disk, pool, states, page_size
         pool.on_discard = disk.discarded if states is None else self._page_discarded
         if states is not None:
@@ -35,12 +35,12 @@ class StoredSequences:
             self._states.discarded(digest)
 
     def indexed(self, seq: KvSequence, i: int) -> None:
-        """Page i of a sequence is full, and can be found by its digest."""
+        """Page i of a sequence was indexed by its digest."""
         if self._states is None and is_lasting(seq.salt):
             self.disk.published(seq.pages[i], seq.digests[i], _parent(seq, i))
 
     def kept(self, seq: KvSequence, positions: Sequence[int]) -> None:
-        """There are snapshots of the state of a sequence after so many tokens each."""
+        """A sequence has snapshots of its recurrent state after `positions` tokens."""
         if self._states is None or not self.disk.takes_writes or not is_lasting(seq.salt):
             return
         for position in positions:
@@ -50,7 +50,7 @@ class StoredSequences:
                 self.disk.published(slot, state_digest(seq.digests[last]), _parent(seq, last))
 
     def _store_pages(self, seq: KvSequence, last: int) -> None:
-        """Those up to this one that follow the last one that is stored."""
+        """Store the pages after the last stored one, up to page `last`."""
         first = last + 1
         while first and not self.disk.will_have(seq.digests[first - 1]):
             first -= 1

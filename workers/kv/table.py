@@ -5,16 +5,16 @@ How the parts of a sequence relate (page_size = 4):
     token_ids  [ a b c d | e f g h | i j ]            committed: their KV is in the pages
     pages      [   p0    |   p1    |   p2    |  p3 ]  p3 and the rest of p2 are reserved, not yet written
     digests    [   d0    |   d1    ]                  one per full page of committed tokens
-    writable = 16                                     slots before it that are reserved may be written
+    writable = 16                                     reserved slots before this position may be written
 
 **No page is written while another sequence can see the slots written to.** `reserve` makes the partly
-filled last page private first, and sets `writable`; full pages are never written again.
+filled last page private first (copy on write), and sets `writable`. Full pages are never written again.
 
-What decodes need of a sequence is in columns (`SequenceColumns`), so that a step reserves and commits the
-tokens of all of them in a few operations.
+The data that decodes need is in columns (`SequenceColumns`), so that a step reserves and commits the tokens
+of all sequences in a few operations.
 
-This module moves no data: a copy that is due is returned to the caller. It is not thread-safe; the
-thread of the step loop owns it.
+This module moves no data: it returns the page copies to make. It is not thread-safe; the thread of the step
+loop owns it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from quire.v1.types_pb2 import PoolUsage
 from workers.kv.disk_pages import DiskPages
 from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
-from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, PagePool, is_state, page_digest, root_digest
+from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, PagePool, is_state
 from workers.kv.page_tables import PageTables
+from workers.kv.prefixes import Prefixes, last_digest
 from workers.kv.sequence import ALL, NO_ROW, KvSequence, Rows, SequenceColumns
 from workers.kv.states import StateSlots
 from workers.kv.stored_sequences import StoredSequences
@@ -42,30 +43,29 @@ class KvTable:
     """
 
     def __init__(self, num_pages: int, page_size: int = 16, states: StateSlots | None = None) -> None:
-        """`states`: of a model with recurrent layers."""
+        """`page_size` in tokens. `states`: for a model with recurrent layers."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
         self.states = states
         self._pool = PagePool(num_pages)
+        self.prefixes = Prefixes(self._pool, page_size)
         if states is not None:
             self._pool.on_discard = states.discarded
         self._sequences: dict[int, KvSequence] = {}
         self._columns = SequenceColumns(page_size)
-        # By key, the row in the columns; by row, the sequence.
+        # The row in the columns, by key; and the sequence, by row.
         self._row_of: dict[int, int] = {}
         self._in_row: dict[int, KvSequence] = {}
         self._page_tables = PageTables(self._columns, self._in_row)
-        # Counts the weights. Pages of earlier generations are not shared any more.
-        self._generation = 0
-        # Kept beside the sequences so that `usage` need not visit them.
+        # Totals, so that `usage` need not visit all sequences.
         self._tokens = 0
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
         self._copied_pages = 0
-        # What is on disk too; None: nothing. See `store_on`.
+        # Stores pages on disk. None: they are not. See `store_on`.
         self._stored: StoredSequences | None = None
-        # Running checks, to which every page is reported that a sequence gets or gives back.
+        # Running checks, which are told of every page that a sequence gets or frees.
         self._checks: list[IntegrityCheck] = []
         self.held = HeldPages(self._pool)
 
@@ -77,7 +77,7 @@ class KvTable:
 
     def create(self, key: int, salt: bytes = b"") -> KvSequence:
         """Add and return an empty sequence. Raises ValueError if `key` is taken."""
-        return self._add(key, self._salted(salt), self._generation)
+        return self._add(key, self.prefixes.salted(salt), self.prefixes.generation)
 
     def _add(self, key: int, salt: bytes, generation: int) -> KvSequence:
         if key in self._sequences:
@@ -89,20 +89,13 @@ class KvTable:
         return seq
 
     def forget_prefixes(self) -> None:
-        """Let no sequence share the pages that are there: their contents are of other weights.
+        """Stop sharing all present pages, since their contents are of other weights.
 
-        Those that there are keep theirs, and their next ones are not shared, either.
+        Present sequences keep their pages, and will not share their further pages either.
         """
-        self._generation += 1
+        self.prefixes.generation += 1
         if self.states is not None:
             self.states.forget_snapshots()
-
-    def _salted(self, salt: bytes) -> bytes:
-        return b"%d|%b" % (self._generation, salt) if self._generation else salt
-
-    def salt_of(self, seq: KvSequence) -> bytes:
-        """The salt with which a sequence was created."""
-        return seq.salt.split(b"|", 1)[1] if seq.generation else seq.salt
 
     def get(self, key: int) -> KvSequence | None:
         return self._sequences.get(key)
@@ -116,15 +109,15 @@ class KvTable:
 
         The reused tokens are committed: they are in `seq.token_ids` afterwards and need no forward. At
         most `limit` tokens, rounded down to pages. Returns 0 for a sequence that ends within a page or
-        has slots reserved: a shared page can only follow a full one.
+        has reserved slots: a shared page can only follow a full one.
         """
         self._check_owned(seq)
-        if not self._may_share_next(seq):
+        if not self.prefixes.may_share_next(seq):
             return 0
         found: list[tuple[bytes, int]] = []
-        # With recurrent layers up to the last snapshot.
+        # With recurrent layers, only the pages up to the last snapshot are reusable.
         reusable = 0
-        for digest in self._page_digests(_last_digest(seq), tokens, limit):
+        for digest in self.prefixes.digests(last_digest(seq), tokens, limit):
             page = self._pool.lookup(digest)
             if page is None:
                 break
@@ -143,50 +136,15 @@ class KvTable:
             self.states.matched(seq)
         return reusable * self.page_size
 
-    def _page_digests(self, digest: bytes, tokens: Sequence[int], limit: int) -> Iterator[bytes]:
-        """Those of the full pages that at most `limit` of `tokens` fill, after the page of `digest`."""
-        size = self.page_size
-        for start in range(0, min(limit, len(tokens)) // size * size, size):
-            digest = page_digest(digest, tokens[start : start + size])
-            yield digest
-
     @property
     def reuse_unit(self) -> int:
-        """A prefix is reused up to a multiple of so many tokens."""
+        """Prefixes are reused in multiples of this many tokens."""
         return self.page_size if self.states is None else self.states.spacing
-
-    def _may_share_next(self, seq: KvSequence) -> bool:
-        """Whether a shared page can be the next of a sequence: it ends with a full page, its last one."""
-        return seq.generation == self._generation and len(seq) == len(seq.pages) * self.page_size
 
     def _extend(self, seq: KvSequence, tokens: Sequence[int]) -> None:
         seq.token_ids.extend(tokens)
         self._columns.lengths[seq.row] += len(tokens)
         self._tokens += len(tokens)
-
-    def find_prefix(
-        self, seq: KvSequence | None, salt: bytes, tokens: Sequence[int], limit: int
-    ) -> tuple[int, bytes | None]:
-        """How many tokens `match_prefix` would find, and the digest of the first page it would not find.
-
-        `seq` None: a new sequence with this salt. The digest is None if no further page could be shared.
-        """
-        if seq is not None and not self._may_share_next(seq):
-            return 0, None
-        last = root_digest(self._salted(salt)) if seq is None else _last_digest(seq)
-        for pages, digest in enumerate(self._page_digests(last, tokens, limit)):
-            if self._pool.lookup(digest) is None:
-                return pages * self.page_size, digest
-        return 0, None
-
-    def next_digest(self, seq: KvSequence, tokens: Sequence[int]) -> bytes | None:
-        """The digest of the next page that `tokens` fill after `seq`. None: no such page is shared."""
-        offset = len(seq) % self.page_size
-        end = len(seq) - offset + self.page_size
-        if len(seq) + len(tokens) < end or not self._is_shared(seq, end):
-            return None
-        page_tokens = [*seq.token_ids[len(seq) - offset : len(seq)], *tokens[: self.page_size - offset]]
-        return page_digest(_last_digest(seq), page_tokens)
 
     def count_prompt(self, tokens: int, reused_tokens: int) -> None:
         """Count a prompt for `usage`. Called once for each prompt, when it has begun."""
@@ -200,9 +158,9 @@ class KvTable:
     def reserve(self, seq: KvSequence, n: int) -> list[tuple[int, int]]:
         """Reserve slots for `n` tokens after the committed ones. Return the (src, dst) page copies to make.
 
-        The caller makes the copies of all its `reserve` calls in the order they were returned, before it
-        writes to the pool: a later copy may read a page that an earlier one filled. Raises OutOfPages, and
-        changes nothing, if there are too few pages.
+        The caller makes the copies of all `reserve` calls in order, before it writes to the pool: a later
+        copy may read a page that an earlier one filled. Raises OutOfPages, and changes nothing, if there are
+        too few pages.
         """
         self._check_owned(seq)
         if n <= 0:
@@ -234,12 +192,13 @@ class KvTable:
     def reserve_next(
         self, keys: Sequence[int], positions: Rows, allowed: NDArray[np.bool_] | None = None, ahead: int = 0
     ) -> tuple[Rows, NDArray[np.bool_]]:
-        """Reserve a slot for one token of each of these sequences, at the position after its last one.
+        """Reserve a slot for one token of each of these sequences, at its end.
 
-        `ahead`: at the position that is so many further, where the slots before it are reserved already.
+        `ahead`: so many tokens after its end, where the slots in between are reserved already.
 
-        Returns their rows, and for which it was done. It has no effect on a sequence that is not `allowed`,
-        not known, has another length, needs a copy of a page, or finds no page: `reserve` is for these.
+        Returns [N] int64, their rows, and [N] bool, for which of them it was done. Has no effect on a
+        sequence that is not `allowed`, unknown, of another length, needs a copy of a page, or finds no free
+        page. Use `reserve` for these.
         """
         columns, known = self._columns, self._row_of
         rows = np.array([known.get(key, NO_ROW) for key in keys])
@@ -262,11 +221,11 @@ class KvTable:
         return True
 
     def page_tables(self, rows: Rows) -> NDArray[np.int32]:
-        """The pages of the sequences in these rows; see `PageTables`."""
+        """The page tables of the sequences in these rows; see `PageTables.of`."""
         return self._page_tables.of(rows)
 
     def take_back(self, seq: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
-        """Undo what `reserve` did to shared pages, because its copies could not be made."""
+        """Undo what `reserve` did to shared pages, since its copies could not be made."""
         self._check_owned(seq)
         for src, dst in copies:
             seq.pages[seq.pages.index(dst)] = src
@@ -282,8 +241,8 @@ class KvTable:
         A page is not indexed if another page with the same tokens is. Raises ValueError, and changes
         nothing, if too few slots were reserved.
 
-        own: from this one of the tokens on they are a path of a tree, whose sums round otherwise. So the
-            pages from there on are shared with forks only. None: all may be shared.
+        own: The index of the first token whose KV was computed in a tree, where sums are rounded differently.
+            Pages from there on are shared only with forks. None: all may be shared.
         """
         self._check_owned(seq)
         end = len(seq) + len(tokens)
@@ -297,7 +256,7 @@ class KvTable:
             self._keep_states(self.states, seq)
 
     def _keep_states(self, states: StateSlots, seq: KvSequence) -> None:
-        snapshots = states.appended(seq, is_shared=seq.generation == self._generation)
+        snapshots = states.appended(seq, is_shared=seq.generation == self.prefixes.generation)
         if snapshots and self._stored is not None:
             self._stored.kept(seq, snapshots)
 
@@ -317,37 +276,33 @@ class KvTable:
                 self.states.end(seq.key)
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:
-        for i in range(seq.digests.length, end // self.page_size):
-            page_tokens = seq.token_ids[i * self.page_size : (i + 1) * self.page_size]
-            digest = page_digest(_last_digest(seq), page_tokens)
+        first, size = seq.digests.length, self.page_size
+        tokens = seq.token_ids[first * size : end // size * size]
+        for i, digest in enumerate(self.prefixes.digests(last_digest(seq), tokens, len(tokens)), first):
             seq.digests.append(digest)
             self._publish(seq, i)
 
     def _publish(self, seq: KvSequence, i: int) -> None:
-        if not self._is_shared(seq, (i + 1) * self.page_size):
+        if not self.prefixes.is_shared(seq, (i + 1) * self.page_size):
             return
         if self._pool.publish(seq.pages[i], seq.digests[i]) and self._stored is not None:
             self._stored.indexed(seq, i)
 
-    def _is_shared(self, seq: KvSequence, end: int) -> bool:
-        """Whether other sequences may share the page of this one that ends there."""
-        return seq.generation == self._generation and end <= seq.shared_until
-
     def truncate(self, seq: KvSequence, new_len: int) -> None:
-        """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
+        """Cut `seq` to `new_len` tokens and free all pages after them, including reserved ones.
 
-        Full indexed pages become cached, others free. Raises ValueError for a length past the end.
+        Indexed pages become cached, others free. Raises ValueError for a length past the end.
         """
         self._check_owned(seq)
         if not 0 <= new_len <= len(seq):
             raise ValueError(f"sequence {seq.key} of {len(seq)} tokens cannot be cut to {new_len}")
         kept_pages = self._pages_for(new_len)
         full_pages = len(seq.digests)
-        # Last page first: so the end of a chain is evicted before the pages it depends on.
+        # Last page first, so that the end of a chain is evicted before the pages it depends on.
         for i in range(len(seq.pages) - 1, kept_pages - 1, -1):
             page = seq.pages[i]
             if i < full_pages and self._pool.refcount(page) == 1:
-                # It may hold the same tokens as an indexed page that was evicted. Then it takes its place.
+                # If an indexed page with the same tokens was evicted meanwhile, this one takes its place.
                 self._publish(seq, i)
             self._pool.decref(page)
         for check in self._checks:
@@ -367,8 +322,8 @@ class KvTable:
     def fork(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
         """Add and return sequences with the same tokens in the same pages. Reserved slots are not shared.
 
-        Costs a reference for each page, and a list of pages for each child. Tokens and digests are shared.
-        Raises ValueError, and adds nothing, if a key is taken.
+        Costs a reference count for each page, and a list of pages for each child. Tokens and digests are
+        shared. Raises ValueError, and adds nothing, if a key is taken.
         """
         self._check_owned(seq)
         if len(set(child_keys)) < len(child_keys) or any(key in self._sequences for key in child_keys):
@@ -407,38 +362,20 @@ class KvTable:
     # Pages that are on disk too.
 
     def store_on(self, disk: DiskPages) -> None:
-        """Tell `disk` from now on what is to be stored, and what gets other contents."""
+        """From now on, tell `disk` which pages to store, and which pages are about to be overwritten."""
         self._stored = StoredSequences(disk, self._pool, self.states, self.page_size)
-
-    def next_digests(
-        self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
-    ) -> Iterator[tuple[bytes, bytes]]:
-        """The full pages that at most `limit` of `tokens` fill, at a position of a sequence.
-
-        Of each its digest, and that of the page before it, or the root's. None if it has no such position, or
-        if the position is within a page.
-        """
-        page_size, seq = self.page_size, self._sequences.get(key)
-        if position % page_size or (position and (seq is None or len(seq) < position)):
-            return
-        parent = root_digest(self._salted(salt))
-        if position and seq is not None:
-            parent = seq.digests[position // page_size - 1]
-        for digest in self._page_digests(parent, tokens, limit):
-            yield digest, parent
-            parent = digest
 
     def find(self, digest: bytes) -> int | None:
         """The page of this digest, or the slot of this state. None: there is none.
 
-        Any call may evict it that is not `held.hold`.
+        The next call may evict it, unless that is `held.hold`.
         """
         if self.states is not None and is_state(digest):
             return self.states.snapshot(digest[:DIGEST_BYTES])
         return self._pool.lookup(digest)
 
     def filled(self, page: int, digest: bytes) -> None:
-        """Index a page of `held` that has got its contents, unless another page has this digest by now."""
+        """Index a page of `held` whose contents were read, unless another page has this digest by now."""
         self._pool.publish(page, digest)
 
     @property
@@ -487,8 +424,3 @@ class KvTable:
     def _check_owned(self, seq: KvSequence) -> None:
         if self._sequences.get(seq.key) is not seq:
             raise ValueError(f"sequence {seq.key} is not in this table")
-
-
-def _last_digest(seq: KvSequence) -> bytes:
-    """The parent digest of a sequence's next page."""
-    return seq.digests[-1] if seq.digests else root_digest(seq.salt)

@@ -58,7 +58,7 @@ class LayerKv:
 class OtherRanks(Protocol):
     """The other ranks of a worker, which have pages of the same numbers: see `runners.tensor_parallel`."""
 
-    # Of all ranks, this one included.
+    # The number of ranks, including this one.
     ranks: int
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -147,7 +147,7 @@ class Adapted:
         self._steering.set(slot, None if packed is None else packed.steering)
 
     def projections(self) -> list[tuple[str, Projection]]:
-        """Those that may have adapters, with what the names of their modules begin with."""
+        """The projections that may have adapters, each with the prefix of its modules' names."""
         return [
             (f"model.layers.{index}.{name}", projection)
             for index, layer in enumerate(self.layers)

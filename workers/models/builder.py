@@ -36,7 +36,7 @@ from workers.models.registry import FAMILIES
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
 _OTHER_RANKS = "use another tensor_parallel, or the model in another format"
-# They take hardly any memory, and choose experts by small differences.
+# Routers are never quantised: they take hardly any memory, and choose experts by small differences.
 _ROUTERS = tuple(
     f".{name}.weight"
     for family in FAMILIES.values()
@@ -70,7 +70,7 @@ def build_decoder(
     """
     shard = Shard.of(config, group)
     if torch.device(device).type == "cuda":
-        # Of the process. Else cuBLAS may add up the parts of a sum in half precision.
+        # A setting of the process. Without it cuBLAS may add the parts of a sum in half precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     parts = _Parts(config, dtype, device, shard, formats)
@@ -132,7 +132,7 @@ class _Parts:
         return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)
 
     def _matrices(self, named: Sequence[Mapping[str, int]], inputs: int, taken: range) -> ExpertWeights:
-        """Those of all experts, as `matrix`: together on a GPU, elsewhere a list, to be packed one by one."""
+        """The matrices of all experts, as `matrix`: one tensor on a GPU, else a list, to pack one by one."""
         forms = [[None if self._formats is None else self._formats(name) for name in rows] for rows in named]
         if any(isinstance(form, OnGpu) for form in itertools.chain(*forms)):
             rows = {name: size * len(named) for name, size in named[0].items()}
@@ -423,7 +423,7 @@ class _Parts:
         return self._linear(place, into, bias=bias), self._linear(place, back, bias=back_bias)
 
     def _experts(self, layer: int, index: int) -> Experts:
-        """Those of a layer, which has the number `index` among those with experts."""
+        """The experts of a layer, which is number `index` among the layers with experts."""
         experts, names, width = self._config.experts, self._family.experts, self._config.hidden_size
         assert experts is not None and names is not None
         size, outer, place = experts.intermediate_size, experts.latent or width, f"model.layers.{layer}."

@@ -190,6 +190,8 @@ def name_of(dtype: torch.dtype | str) -> str:
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
     """The tensors in `model.safetensors`, else in the shards that the index names, by name.
 
+    Or in the only file of safetensors: AutoGPTQ has named it gptq_model-4bit-128g.safetensors, for example.
+
     Raises ModelError if a file is missing, truncated or not safetensors; a tensor occurs twice, or overlaps
     another; or the index contradicts the shards.
     """
@@ -198,6 +200,9 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
         return read_header(single)
     index = directory / INDEX_FILE
     if not exists(index):
+        files = [*directory.glob("*.safetensors")]
+        if len(files) == 1:
+            return read_header(files[0])
         raise ModelError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     weight_map = _read_index(index)
     entries: dict[str, TensorEntry] = {}

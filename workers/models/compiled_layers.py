@@ -154,7 +154,7 @@ def _dtype(body: Body) -> torch.dtype:
 
 
 def _gate_of(body: Body) -> Linear | None:
-    """That of a shared expert."""
+    """The gate of a shared expert."""
     return body.gate if isinstance(body, WithSharedExpert) else None
 
 

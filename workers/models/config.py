@@ -153,7 +153,7 @@ class ModelConfig:
 
     @property
     def body_layers(self) -> tuple[LayerConfig, ...]:
-        """Those of the model without its head for multi-token prediction."""
+        """The layers of the model without its head for multi-token prediction."""
         return self.layers[:-1] if self.has_mtp_head else self.layers
 
     @property

@@ -42,7 +42,7 @@ REFUSED_UNLESS: dict[str, object] = {
 
 def keys_read(family: Family) -> frozenset[str]:
     """The keys that are read of a config of this family."""
-    # Of rotations for each type of layer the library takes it from their own parameters.
+    # If each type of layer has its own rotation, the library takes it from the parameters of that.
     shared = set[str]() if family.rope_by_type else {"original_max_position_embeddings"}
     biases = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
     return (

@@ -206,7 +206,7 @@ class Decoder(Adapted):
         return [sublayer for layer in self.layers for sublayer in layer]
 
     def _parted(self) -> tuple[list[Sublayer], list[Sublayer]]:
-        """Those up to the last that reads other rows, which returns the wanted rows; and those after it.
+        """The sublayers up to the last that reads other rows, which returns the wanted rows; and the rest.
 
         A head for multi-token prediction reads all rows of the last one.
         """

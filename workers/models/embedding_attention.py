@@ -54,7 +54,7 @@ from workers.models.page_writes import PageWrites
 VOCAB_SIZE, NUM_HEADS, HEAD_DIM = 1024, 2, 32
 _SIGNS, _PAIRS = HEAD_DIM - 2, HEAD_DIM // 2
 _GENERATOR, _PRIME = 16807, 2**31 - 1
-# Of phases; small enough for a table.
+# The number of phases; small enough for a table.
 _PHASES = 8191
 # Half of what a position lacks that is not accepted, as an exponent of 2: its weight is 0 in float32.
 _ACCEPTANCE = 64.0

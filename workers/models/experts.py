@@ -30,7 +30,7 @@ from workers.models.shard import Slice
 
 @dataclass(frozen=True, slots=True)
 class ExpertBiases:
-    """Those of a layer, uninitialised until its targets are filled.
+    """The biases of a layer, uninitialised until its targets are filled.
 
     Attributes:
         router: [E].
@@ -128,7 +128,7 @@ class Experts(Body):
     def _targets_of(
         self, expert: int, kind: str, gate_up: Weight, down: Weight, of_down: Slice | None, prefix: str
     ) -> Iterator[tuple[str, LoadTarget]]:
-        """Those of an expert's matrices or biases. `of_down`: what this rank has of down; None: nothing."""
+        """The targets of an expert's matrices or biases. `of_down`: this rank's part of down, if any."""
         names = self._names
         for name, matrix, first, taken in (
             (names.gate, gate_up, 0, self._rows),
@@ -159,7 +159,7 @@ class Experts(Body):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of rows."""
+        """The dtype of rows."""
         return matrix_of(self.down, 0).dtype
 
     @property

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 # The most layers that are measured. Their weights are far larger than a cache.
 _LAYERS = 32
 _REPEATS = 3
-# Of ways that take the same time but for so much, the first one is taken, so that two starts choose alike.
+# Among ways whose times differ by less than this factor the first is taken, so that two starts choose alike.
 _TIE = 1.03
 # The numbers of rows that are measured: powers of two.
 _ROW_CLASSES = tuple(1 << exponent for exponent in range(MOST_ROWS.bit_length()))
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def tiles(self) -> Sequence[Tiles]:
-        """Those that it may have; empty: it is separate operations."""
+        """The tiles that it may have; empty: it runs as separate operations."""
         quantised = self.form is not None
         return tiles_for(self.dtype, self.activation, quantised=quantised) if self.has_kernel else ()
 
@@ -134,7 +134,7 @@ class TilesOfPlaces:
         self._products.setdefault(product.place, []).append(product)
 
     def of(self, place: Place, rows: int) -> Tiles | None:
-        """Those for up to MOST_ROWS rows; None: separate operations are faster, or were not measured.
+        """The tiles for up to MOST_ROWS rows. None: separate operations are faster, or nothing was measured.
 
         The first use of a place, which is in the warm-up, measures all numbers of rows, so that no caller's
         step does.

@@ -20,7 +20,7 @@ from workers.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-# Of files that have no lists of tokens or tensors.
+# The most bytes of files without lists of tokens or tensors.
 MAX_SETTINGS_BYTES = 1 << 20
 # Ten times what a header of 100,000 tensors has.
 MAX_JSON_VALUES = 1_000_000
@@ -29,7 +29,7 @@ MAX_JSON_VALUES = 1_000_000
 _SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
-    "modules.json",
+    "modules.json", "quantize_config.json", "quant_config.json",
 )  # fmt: skip
 
 _ITSELF, _GGUF = "", "*.gguf"

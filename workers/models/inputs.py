@@ -68,9 +68,9 @@ class ForwardInputs:
         return dataclasses.replace(self, **_moved(self, device), attention=attention)
 
     def with_chunks(self, chunks: ForwardInputs) -> ForwardInputs:
-        """These single tokens and chunks of others behind them, in one batch on the device of both.
+        """These single tokens, followed by chunks, in one batch on the device of both.
 
-        These have no trees and no given experts, which chunks may have.
+        Only the chunks may have trees and given experts.
         """
         count, first, second = len(self.positions), self.attention, chunks.attention
         width = max(first.page_tables.shape[1], second.page_tables.shape[1])

@@ -29,7 +29,7 @@ from workers.models.layers import ForwardContext, Projected
 from workers.models.linear import Linear, LoadTarget
 from workers.models.shard import Shard
 
-# Of the norms of latents, whatever the config says of the others.
+# The eps of the norms of latents, whatever the config says of other norms.
 _EPS = 1e-6
 
 

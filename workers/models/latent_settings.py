@@ -33,7 +33,7 @@ class LatentConfig:
 
 
 def read_latent(settings: Mapping[str, object]) -> LatentConfig:
-    """Those of DeepSeek and GLM. Raises ModelError, or UnsupportedError."""
+    """The settings of DeepSeek and GLM. Raises ModelError, or UnsupportedError."""
     latent = integer(settings, "kv_lora_rank")
     if latent % 16:
         raise UnsupportedError(f"kv_lora_rank: must be a multiple of 16, got {latent}")

@@ -92,7 +92,7 @@ class Body(ABC):
 
     @abstractmethod
     def projections(self) -> Iterator[tuple[str, Projection]]:
-        """Those that may have adapters, with what the names of their modules in a checkpoint begin with."""
+        """The projections that may have adapters, each with the prefix of its names in a checkpoint."""
 
     @abstractmethod
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:

@@ -94,7 +94,7 @@ class LoadTarget:
             yield self.into.write(into, source)
 
     def _rows(self, first: int, count: int) -> Iterator[tuple[int, range]]:
-        """Of `count` rows of a tensor from `first` on those that are taken, and the first row for them."""
+        """The taken ones of `count` rows of a tensor from `first` on: (first row here, range of these)."""
         assert self.taken is not None
         into = self.first  # of the next range
         for rows in self.taken.rows:

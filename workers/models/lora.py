@@ -17,9 +17,9 @@ from workers import huge_pages
 from workers.models.linear import Linear
 from workers.models.shard import Slice
 
-# Whose norms are computed at a time.
+# How many rows' norms are computed at a time.
 _NORMED_ROWS = 1024
-# Of the modules of a projection in a message.
+# How many modules of a projection a message names.
 _MOST_NAMED = 3
 
 

@@ -11,7 +11,7 @@ from workers.models.values import boolean, number, positive_numbers
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Of the outputs of each projection.
+    """The factors by which outputs of projections are multiplied.
 
     Attributes:
         qkv: Of queries, keys and values.
@@ -34,7 +34,7 @@ ALL_ONE = Multipliers()
 
 
 def read_multipliers(settings: Mapping[str, object]) -> Multipliers:
-    """Those of a config; each is 1 where it has none. Raises ModelError, or UnsupportedError."""
+    """The multipliers of a config, 1 where it has none. Raises ModelError, or UnsupportedError."""
     into = number(settings, "attention_in_multiplier", 1.0)
     mixer_into = number(settings, "ssm_in_multiplier", 1.0)
     # Inputs are multiplied there. That outputs are instead, is the same without a bias.

@@ -40,7 +40,7 @@ from workers.models.self_check import check_parity
 from workers.models.stacked_experts import separated_values
 from workers.models.weights import formats_of, names_of
 
-# These fields do not change what a forward computes. The files decide whether there is a head of its own.
+# Fields that do not change what a forward computes. (The files decide whether there is a separate head.)
 _NOT_COMPUTED = ("eos_token_ids", "bos_token_id", "dtype", "wrapper", "tie_word_embeddings")
 # Two roundings of float32: after 100,000 positions the fastest pair is off by 0.02 radians.
 _FREQUENCY_ERROR = 2.0**-22

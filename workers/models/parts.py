@@ -20,7 +20,7 @@ class QuantisedRows(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Of the values, for reports of progress."""
+        """The bytes of the values, for reports of progress."""
         return self.values.nbytes
 
     def __len__(self) -> int:

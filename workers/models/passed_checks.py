@@ -22,7 +22,7 @@ from workers.models.source import source_of
 
 # Beside the compiled kernels: it ends with the installation, and who can write there can change those, too.
 _DIRECTORY = library.BUILD_DIR / "checks"
-# Those that passed first are removed.
+# The most checks that are remembered. The oldest are removed.
 _MOST = 256
 # Environment variables that change how torch and the libraries below it compute.
 VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "DNNL_", "TORCH_", "TRITON_")

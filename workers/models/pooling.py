@@ -25,10 +25,10 @@ _MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-# Of models that read two texts and say whether one answers the other.
+# In models that score whether one text answers another.
 _LOGITS = "LogitScore"
 _UNKNOWN = "unknown"
-# Whoever asks for a vector says whether its length is 1.
+# The caller says whether vectors are normalised.
 _WITHOUT_EFFECT = ("Transformer", "Normalize")
 
 

@@ -47,7 +47,7 @@ def _mixed(tensor: str, config: ModelConfig) -> str:
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:
-    """Of the first and the last eighth of the layers all, and each third one between."""
+    """Whether a layer gets more bits: all in the first and last eighth, and every third one in between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 

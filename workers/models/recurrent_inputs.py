@@ -60,7 +60,7 @@ def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
 def _experts_with_before(
     given: torch.Tensor | None, are_before: torch.Tensor, old_rows: torch.Tensor
 ) -> torch.Tensor | None:
-    """Those that rows are computed with; tokens that are computed again have none.
+    """The given experts of each row. Tokens that are computed again have none.
 
     Only scorings are given experts, and those begin where a state is.
     """

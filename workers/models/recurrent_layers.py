@@ -49,7 +49,7 @@ class Parameter:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """That of the part."""
+        """The shape of this rank's part."""
         return sum(map(len, self.rows)), *self.shape[1:]
 
     def target(self, tensor: torch.Tensor) -> LoadTarget:
@@ -147,7 +147,7 @@ class Scan(RecurrentMixer):
 
     # What the names of parameters of decays begin with, and that of the norm.
     _decays = _norm = ""
-    # Those of this rank among the decays of heads that it has read.
+    # This rank's part of the decays that were read.
     _own_decays = slice(None)
 
     def __init__(

@@ -61,7 +61,7 @@ class MixerParts:
 
 
 def mixer_parts(config: ModelConfig, shard: Shard) -> MixerParts:
-    """Those of a model with recurrent layers."""
+    """The parts of a recurrent layer."""
     sizes, place = config.recurrent, f"{config.family.recurrent_place}."
     if isinstance(sizes, ShortConvConfig):
         return _short_conv(place, sizes, config, shard)
@@ -192,7 +192,7 @@ def _kimi_delta(place: str, sizes: GatedDeltaConfig, config: ModelConfig, shard:
 def _projections(
     sizes: GatedDeltaConfig, width: int, names: Sequence[str], own_keys: range
 ) -> dict[str, Slice]:
-    """Those of a checkpoint, by `Family.recurrent_names`, with the rows of a rank in the kernels' order."""
+    """A rank's rows of the checkpoint's projections, in the kernels' order, by `Family.recurrent_names`."""
     of_each = sizes.heads // sizes.key_heads
     values = of_each * sizes.head_width
     heads = scaled(own_keys, of_each)

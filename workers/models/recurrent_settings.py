@@ -136,7 +136,7 @@ class GatedDeltaConfig:
 
     @property
     def convolved_parts(self) -> tuple[int, int, int]:
-        """Those of queries, keys and values."""
+        """The widths of queries, keys and values."""
         return self.key_heads * self.key_width, self.key_heads * self.key_width, self.inner
 
 
@@ -161,12 +161,12 @@ def read_recurrent(settings: Mapping[str, object], kind: RecurrentKind) -> Recur
 
 
 def _short_conv(settings: Mapping[str, object]) -> RecurrentConfig:
-    """Those of LFM2."""
+    """The settings of LFM2."""
     return ShortConvConfig(_taps(settings, "conv_L_cache"), boolean(settings, "conv_bias", default=False))
 
 
 def _mamba1(settings: Mapping[str, object], norms: InnerNorms) -> RecurrentConfig:
-    """Those of Mamba, of Falcon Mamba with norms, and of Jamba with weights of these."""
+    """The settings of Mamba, of Falcon Mamba with norms, and of Jamba with weights for these."""
     _check_silu(settings)
     width, rank = integer(settings, "hidden_size"), settings.get("mamba_dt_rank")
     is_jamba = norms == "weighted"  # whose other layers have an intermediate size
@@ -185,7 +185,7 @@ def _mamba1(settings: Mapping[str, object], norms: InnerNorms) -> RecurrentConfi
 
 
 def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
-    """Those of Granite 4, and what others have besides."""
+    """The settings of Granite 4, and of other families with Mamba 2."""
     heads, groups = integer(settings, "mamba_n_heads"), integer(settings, "mamba_n_groups")
     inner = integer(settings, "mamba_expand") * integer(settings, "hidden_size")
     if settings.get("mamba_d_ssm") is not None:
@@ -220,7 +220,7 @@ def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
 
 
 def _gated_delta(settings: Mapping[str, object]) -> RecurrentConfig:
-    """Those of Qwen3-Next and Qwen3.5."""
+    """The settings of Qwen3-Next and Qwen3.5."""
     heads = integer(settings, "linear_num_value_heads")
     key_heads = integer(settings, "linear_num_key_heads")
     if heads % key_heads:
@@ -238,7 +238,7 @@ def _gated_delta(settings: Mapping[str, object]) -> RecurrentConfig:
 
 
 def _kimi_delta(settings: Mapping[str, object]) -> RecurrentConfig:
-    """Those of Kimi Linear."""
+    """The settings of Kimi Linear."""
     heads, width = integer(settings, "linear_num_heads"), integer(settings, "linear_head_dim")
     _check_silu(settings)
     taps = _taps(settings, "linear_conv_kernel_dim")

@@ -173,7 +173,7 @@ def kimi_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return latent_settings(found | {"no_rope_layers": [0] * len(layers)})
 
 
-# Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
+# Types of layers in configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
 _OLD_TYPES = {"mamba": LINEAR, "attention": FULL}
 
 
@@ -244,7 +244,7 @@ def mamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
         **spelled,
         "layer_types": [LINEAR] * integer(settings, "num_hidden_layers"),
         "intermediate_size": integer(settings, "intermediate_size", inner),
-        # Of attention, which no layer has.
+        # Settings of attention, which no layer has.
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "head_dim": 16,

@@ -268,7 +268,7 @@ def normalise_rows(
         return
     squares = group.sum(torch.cat([part.float().pow(2).sum(-1, keepdim=True) for part, _ in pairs], dim=1))
     for column, (part, weight) in enumerate(pairs):
-        # Of a part that several ranks have, both the sum and the width count every copy.
+        # If several ranks have the same part, both the sum and the width count every copy.
         mean = squares[:, column : column + 1] / (len(weight) * group.ranks)
         unit = part.float() * torch.rsqrt(mean + eps)
         part.copy_(weight * unit.to(weight.dtype))

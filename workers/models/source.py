@@ -6,18 +6,21 @@ config.json, and with the names that tensors have in a checkpoint of the transfo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from workers.common.quantised.methods import MXFP4, read_quantisation
+from workers.common.quantised import mlx
+from workers.common.quantised.methods import MXFP4, read_quantisation, with_file_of_tool
 from workers.common.quantised.scheme import NotUnderstood, Quantisation
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.errors import UnsupportedError
-from workers.models.files import check_not_pickled, errors_naming, read_object
+from workers.models.files import check_not_pickled, errors_naming, exists, read_object
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
+from workers.models.quantised.mlx import as_published as mlx_as_published
 from workers.models.quantised.reader import quantised_tensors
+from workers.models.remote_code import library_settings, library_tensors
 from workers.models.text import ModelText, read_text
 from workers.models.text_part import WRAPPERS, without_other_parts
 
@@ -77,24 +80,38 @@ class DirectorySource:
         check_not_pickled(self.path)
 
     def settings(self) -> dict[str, object]:
-        # Those of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
-        return read_object(self.config_file, takes_infinity=True)
+        settings = self._own_settings()
+        with errors_naming(self.config_file):
+            return library_settings(settings)
+
+    def _own_settings(self) -> Mapping[str, object]:
+        # Configs of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
+        settings = read_object(self.config_file, takes_infinity=True)
+        return with_file_of_tool(settings, self._content_of)
+
+    def _content_of(self, name: str) -> dict[str, object]:
+        """The content of a JSON file beside the config; empty if there is none. Raises ModelError."""
+        file = self.path / name
+        return read_object(file) if exists(file) else {}
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
-        """Those of generation_config.json."""
+        """The end tokens of generation_config.json."""
         return read_end_tokens(self.path, vocab_size)
 
     def tensors(self) -> dict[str, StoredTensor]:
         entries, said = read_entries(self.path), self._quantisation()
-        if self.settings().get("model_type") in WRAPPERS:
+        model_type = self.settings().get("model_type")
+        if model_type in WRAPPERS:
             # First: what is not served may be quantised in any way.
             entries = without_other_parts(entries)
-        if said is None:
-            return {**entries}
+        tensors: Mapping[str, StoredTensor] = entries
         try:
-            return quantised_tensors(entries, said)
+            tensors = entries if said is None else quantised_tensors(entries, said)
         except NotUnderstood as error:
             raise UnsupportedError(f"{self.config_file}: the weights are quantised: {error}") from None
+        if said is not None and said.method == mlx.METHOD:
+            tensors = mlx_as_published(tensors, model_type)
+        return library_tensors(tensors, self._own_settings())
 
     def notes(self) -> Sequence[str]:
         said, wrapper = self._quantisation(), self.settings().get("model_type")
@@ -106,9 +123,10 @@ class DirectorySource:
 
     def _quantisation(self) -> Quantisation | None:
         """How the weights are quantised; None: they are not. Raises UnsupportedError."""
+        settings = self.settings()
         with errors_naming(self.config_file):
             try:
-                return read_quantisation(self.settings())
+                return read_quantisation(settings)
             except NotUnderstood as error:
                 raise UnsupportedError(f"the weights are quantised: {error}") from None
 

@@ -19,11 +19,11 @@ import torch
 from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.family import ExpertNames
-from workers.models.parts import Part
 from workers.models.quantised.mxfp4 import Mxfp4Experts
+from workers.models.row_ranges import RowRanges
 
 _GATE_UP, _DOWN, _BIAS = "gate_up_proj", "down_proj", "_bias"
-# Of a layer. More would only fill memory with descriptions of tensors.
+# The most experts of a layer. More would only fill memory with descriptions of tensors.
 _MAX_EXPERTS = 4096
 _STACK = 3
 
@@ -55,26 +55,6 @@ class _Transposed(StoredTensor):
         return self._columns.samples()
 
 
-class _Rows(StoredTensor):
-    """Some rows of a matrix, or elements of a vector: all of a range, or every other one."""
-
-    def __init__(self, within: StoredTensor, rows: range) -> None:
-        self._within, self._rows = within, rows
-        self.name, self.file, self.dtype, self.begin = within.name, within.file, within.dtype, within.begin
-        self.shape = len(rows), *within.shape[1:]
-        self.nbytes = within.nbytes // within.shape[0] * len(rows)
-
-    def parts(self, rows: range | None = None, staging: Staging | None = None) -> Iterator[tuple[int, Part]]:
-        wanted = self._rows if rows is None else self._rows[rows.start : rows.stop]
-        covered = range(wanted.start, min(wanted.stop, self._within.shape[0]))
-        for at, part in self._within.parts(covered, staging):
-            skipped = (wanted.start - at) % wanted.step
-            yield (at + skipped - self._rows.start) // wanted.step, part[skipped :: wanted.step]
-
-    def samples(self) -> Iterator[bytes]:
-        return self._within.samples()
-
-
 def separated(
     entries: Mapping[str, StoredTensor], names: ExpertNames, count: int, width: int
 ) -> dict[str, StoredTensor]:
@@ -100,7 +80,7 @@ def separated(
         for expert in range(count):
             matrix = _taken(entry, expert, turned=turned)
             for own, rows in _projections(part, matrix.shape[0], names):
-                found[layer + own.format(expert)] = _Rows(matrix, rows)
+                found[layer + own.format(expert)] = RowRanges(matrix, rows)
     return found
 
 

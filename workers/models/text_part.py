@@ -16,7 +16,7 @@ from workers.models.values import names
 
 _Value = TypeVar("_Value")
 
-# Those whose config may not say it, by what their text part is then.
+# Multimodal models whose config may not name the type of their text part, by that type.
 _WRAPPERS_OF: dict[str, str] = {
     "aria_text": "aria",
     "qwen2": (
@@ -61,7 +61,7 @@ _SAME: dict[str, dict[str, object]] = {
 # Their first checkpoints have the settings of the text beside those of the other parts.
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 _TEXT = "text_config"
-# These settings are outside of the text part.
+# Settings that are outside of the text part.
 _SHARED = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 RENAMED = (
@@ -77,7 +77,7 @@ RENAMED = (
 _OTHER_PARTS = names(
     """
     aligner. audio_tower. connector. embed_audio. embed_vision. encoder. high_res_vision_ image_newline
-    image_tower. merger. mm_projector. multi_modal_projector. projector. video_tower. vision_embedder.
+    image_tower. merger. mlp1. mm_projector. multi_modal_projector. projector. video_tower. vision_embedder.
     vision_encoder. vision_model. vision_projection. vision_projector. vision_tower. visual.
     visual_embeddings_table.
     """
@@ -104,8 +104,10 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
         raise ModelError(f"{_TEXT}: must be an object, got {text!r}")
     outside = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
     found = {"model_type": WRAPPERS[wrapper]} | outside | dict(text)
-    if "tie_word_embeddings" in outside:  # the head is outside too
-        found["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    if "tie_word_embeddings" in outside:  # with the head. Older versions of the library go by the text
+        found["tie_word_embeddings"] = (
+            outside["tie_word_embeddings"] or text.get("tie_word_embeddings") or False
+        )
     return _as_same(found, str(found["model_type"]))
 
 
@@ -128,7 +130,7 @@ def _without_sections(rope: object) -> object:
 
 
 def without_other_parts(tensors: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Those of the text part of a multimodal checkpoint."""
+    """The tensors of the text part of a multimodal checkpoint."""
     return {name: value for name, value in tensors.items() if not name.startswith(LEFT_OUT)}
 
 

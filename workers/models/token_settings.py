@@ -132,7 +132,7 @@ def read_token_settings(directory: Path) -> TokenSettings:
             settings |= _special(special_tokens, settings)
             tokens = _tokens(settings)
         named = (token for name, token in tokens.named.items() if name in _NAMES and token is not None)
-        # Those of the older name count too late for added_tokens.json.
+        # Tokens under the older name come too late for added_tokens.json.
         special = {_text(token) for token in (*named, *(tokens.extra if _EXTRA in settings else ()))}
         indexes = _read(directory / ADDED_TOKENS_FILE)
         with errors_naming(directory / ADDED_TOKENS_FILE):

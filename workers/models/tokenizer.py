@@ -28,7 +28,7 @@ _OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "t
 # The largest known tokenizers have 33 MB, and 1.9 million values.
 MAX_BYTES = 64 << 20
 _MAX_VALUES = 2_500_000
-# Of the library and of protobuf messages.
+# The limit of the library and of protobuf messages.
 _MAX_ID = (1 << 32) - 1
 
 
@@ -92,7 +92,7 @@ def _warn_without(directory: Path) -> None:
     """Says that clients get no tokenizer, and how to make one from what is there."""
     others = [file.name for pattern in _OTHER_FILES for file in directory.glob(pattern)]
     made_by = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
-    # Of SentencePiece's files version 5 makes other tokens of spaces.
+    # From SentencePiece files, version 5 makes other tokens for spaces.
     how = f"; {made_by} of transformers 4 makes it from {others[0]}" if others else ""
     _log.warning("there is no %s, so texts are refused and only tokens served%s", TOKENIZER_FILE, how)
 
@@ -131,7 +131,7 @@ class _Vocabulary:
                 raise ModelError(f"{file}: the id of each token must be a whole number from 0 to {_MAX_ID}")
         self._ids: dict[str, int] = {}
         self._tokens: dict[str, AddedToken] = {}
-        # Those of the file itself, by the ids that are written there.
+        # The added tokens of the file itself, by the ids that are written there.
         self._own: dict[int, AddedToken] = {}
         for entry in entries:
             token = added_token(entry)

@@ -262,7 +262,7 @@ class AdjustedRows:
 
 
 def adjusted_among(rows: Sequence[SamplingRow]) -> list[int]:
-    """Those that need more than a temperature."""
+    """The indexes of rows that need more than a temperature."""
     return [index for index, row in enumerate(rows) if not is_simple(row)]
 
 

@@ -31,7 +31,7 @@ class StepResult:
         logits: [R, vocab] in the model's dtype or float32, on the runner's device.
         chosen: [R] int64, the chosen token of each row, on any device.
         failed: By row, why it has no chosen token.
-        hidden: [R, C] what a head for multi-token prediction goes on from. None: the model has none.
+        hidden: [R, C] the hidden states for the head for multi-token prediction. None: the model has none.
     """
 
     logits: torch.Tensor
@@ -50,23 +50,23 @@ class LaunchedStep(Protocol):
         """Waits for the tokens: [R] int64 on the host, valid until two further steps are launched.
 
         Raises:
-            BadLogitsError: It has computed unusable logits for some rows.
-            NothingAllowedError: Mask and biases leave no token to some rows.
+            BadLogitsError: The logits of some rows are unusable.
+            NothingAllowedError: Masks and biases leave some rows no token.
             DeviceLostError: The device has failed.
         """
 
     def logits(self) -> AbstractContextManager[torch.Tensor]:
-        """Those of the step, after `chosen`: [R, vocab] on the device. To be read within the context."""
+        """[R, vocab] on the device, once `chosen` was called. Only to be read within the context."""
 
 
 class After(NamedTuple):
-    """The step that another one is launched behind, before its tokens are read.
+    """The step behind which another one is launched, before its tokens are read.
 
     Attributes:
-        step: The last one that was launched.
-        places: [R] int64, which row of it each row of the new step continues: its token is on the device
-            only. -1: none, and the host has its token. None: each row continues the one in its place, and its
-            next token is chosen as before.
+        step: The last step that was launched.
+        places: [R] int64, which row of that step each row of the new one continues, so that only the device
+            knows its token. -1: none, and the host knows its token. None: each row continues the row with the
+            same index, and its next token is chosen with the same settings.
     """
 
     step: LaunchedStep
@@ -76,7 +76,7 @@ class After(NamedTuple):
 class Runner(Protocol):
     """Runs forwards on one device."""
 
-    # Whether the model fills `capture`.
+    # Whether the model can fill `capture`.
     has_hidden_states: bool
 
     @property
@@ -94,8 +94,8 @@ class Runner(Protocol):
 
         Args:
             inputs: The batch, on the host.
-            rows: How to choose, one for each of `inputs.wanted_rows`.
-            capture: Filled with the wanted hidden states and experts. None: none are wanted.
+            rows: How to choose the token of each row in `inputs.wanted_rows`.
+            capture: Filled with the hidden states and experts that it names. None: none.
 
         Raises:
             BadLogitsError: A graph has computed unusable logits for some rows.
@@ -113,15 +113,16 @@ class Runner(Protocol):
     ) -> LaunchedStep | None:
         """Launches a step of single tokens without waiting for it. None, without an effect: it cannot.
 
-        Until the tokens of the last step that was launched are read, `step` runs others behind it.
+        Until the tokens of the last launched step are read, `step` runs behind it.
 
         Args:
-            inputs: As for `step`. Tokens that only the device has are not read.
-            rows: As for `step`; the last token of a history is not read where only the device has it. None
-                are needed if all rows are chosen as in the step before.
-            chunks: Of prompts, computed in the same forward: see `ForwardInputs.with_chunks`. On the host.
-            keeps_logits: Whether its logits can be read after the next step was launched.
-            after: The step behind which it is launched. None: the tokens of all earlier ones were read.
+            inputs: As for `step`. Tokens that only the device knows are not read.
+            rows: As for `step`. The last token of a history is not read if only the device knows it. May be
+                empty if all rows are chosen as in the previous step.
+            chunks: Chunks of prompts, computed in the same forward: see `ForwardInputs.with_chunks`. On the
+            host.
+            keeps_logits: Whether the logits can still be read after the next step was launched.
+            after: The step behind which it is launched. None: the tokens of all earlier steps were read.
 
         Raises:
             DeviceLostError: The device has failed.

@@ -35,7 +35,7 @@ class RowColumns(NamedTuple, Generic[Column]):
     lora_slots: Column  # int32; -1: no adapter
 
 
-# Of a row in these columns, in those of the limits too, and in those of the results.
+# The bytes of a row in the plain columns, with the columns of limits, and in the results.
 _PLAIN_BYTES = 64
 COLUMN_BYTES = _PLAIN_BYTES + sum(neutral.nbytes for neutral in LIMITS.values())
 _RESULT_BYTES = 16

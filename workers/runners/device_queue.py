@@ -1,4 +1,4 @@
-"""What a device does in order, while the host goes on."""
+"""The stream of a device, on which launched work runs in order while the host goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Event(Protocol):
-    """A place in the queue."""
+    """An event, like torch.cuda.Event."""
 
     def record(self) -> None:
         """Put it behind what was launched so far."""
@@ -19,22 +19,22 @@ class Event(Protocol):
         """Whether everything before it is done."""
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until everything before it is done."""
 
 
 class DeviceQueue:
-    """The current stream of a CUDA device. Others do at once what is launched."""
+    """The current stream of a CUDA device. Other devices run work synchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._beside: Any = None
 
     def launch(self, run: Callable[[], object]) -> None:
-        """Launch work, which does not wait for the device. Nobody changes the host memory that it reads."""
+        """Launch work without waiting for the device. The host memory that it reads must not be changed."""
         run()
 
     def event(self) -> Event:
-        """A new event, which is not in the queue yet."""
+        """A new event, which is not recorded yet."""
         if self._is_cuda:
             event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             return event
@@ -42,9 +42,9 @@ class DeviceQueue:
 
     @contextmanager
     def beside(self, event: Event) -> Iterator[None]:
-        """Launch what follows beside the queue, as soon as everything before the event is done.
+        """Within the context, work is launched on a second stream, which first waits for the event.
 
-        It is done at the end of the context: whoever launches it waits for its results.
+        Whoever launches it waits for its results within the context.
         """
         if not self._is_cuda:
             event.synchronize()
@@ -57,7 +57,7 @@ class DeviceQueue:
 
 
 class _Done:
-    """The event of a device that has done everything when it was launched."""
+    """The event of a device that runs work synchronously."""
 
     def record(self) -> None:
         pass

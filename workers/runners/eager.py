@@ -35,10 +35,11 @@ class EagerRunner:
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
         """See `Runner.step`. The caller owns the logits."""
-        # The model's methods enter inference mode themselves; the rest of a step needs no gradients anyway.
+        # The model's methods enter inference mode themselves. The rest of a step computes no gradients
+        # anyway.
         hidden = self._model.forward(inputs.to(self._kv.device), self._kv, capture)  # [R, hidden]
         if hidden.is_cuda and not rows:
-            # Nothing is read back: otherwise an error, and the time, would be attributed to the next step.
+            # Nothing is read back. Without waiting, errors and time would be attributed to the next step.
             torch.cuda.current_stream(hidden.device).synchronize()
         logits = self._model.logits(hidden)  # [R, vocab]
         if not logits.is_cuda:
@@ -51,7 +52,7 @@ class EagerRunner:
     def draft(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], hidden: torch.Tensor
     ) -> tuple[list[int], torch.Tensor]:
-        """The tokens that the model's head for multi-token prediction expects; see `Decoder.draft`.
+        """The tokens that the model's head for multi-token prediction drafts; see `Decoder.draft`.
 
         Raises SamplingError if a row has no token.
         """

@@ -155,7 +155,7 @@ def _fields_of(record: type, found: Mapping[str, torch.Tensor]) -> dict[str, Any
 
 
 def _tensors_of_states(runs: Sequence[StateRun]) -> dict[str, torch.Tensor]:
-    """Those of N items: the slots of states have the same numbers on all ranks."""
+    """The tensors of N items' states. Slots have the same numbers on all ranks."""
     sizes = [(run.source.position, run.source.slot, len(run.before), len(run.writes)) for run in runs]
     before = [token for run in runs for token in run.before]
     writes = [(held.position, held.slot) for run in runs for held in run.writes]

@@ -150,12 +150,12 @@ class LeadingRunner:
 
     @property
     def name(self) -> str:
-        """That of the runner."""
+        """See `Runner`."""
         return self.inner.name
 
     @property
     def can_launch(self) -> bool:
-        """That of the runner."""
+        """See `Runner`."""
         return self.inner.can_launch
 
     def step(

@@ -22,7 +22,7 @@ import {
 
 import { deadlineOf } from "./duration.js";
 import type { Priority } from "./enums.js";
-import { cancelled, Cancelled, errorFromCall, errorFromStatus, QuireError, Unavailable } from "./errors.js";
+import { cancelled, errorFromCall, errorFromStatus, isOfConnection, QuireError, Unavailable } from "./errors.js";
 import { Gateways } from "./gateways.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
 import { mayRepeat, type Method, refuse, type Request, type Response } from "./methods.js";
@@ -136,7 +136,7 @@ export class Connection {
       const serverDelayMs = failed.retryDelayMs ?? 0;
       const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), serverDelayMs);
       const isLate = deadline !== undefined && Date.now() + pauseMs >= deadline;
-      if (!isGone(failed, options) || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
+      if (!isOfConnection(failed, options.signal) || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
         if (response) return response; // What the other items are answered.
         throw failed;
       }
@@ -365,13 +365,6 @@ function settled<T>() {
   let reject!: (error: unknown) => void;
   const promise = new Promise<T>((done, failed) => ([resolve, reject] = [done, failed]));
   return { promise, resolve, reject };
-}
-
-/** Whether a gateway is away. */
-function isGone(failed: QuireError, { signal }: CallOptions): boolean {
-  // Without a reason it is not the gateway's, but of gRPC: one that stops drops calls that wait there.
-  const isDropped = failed instanceof Cancelled && !failed.reason && !signal?.aborted;
-  return isDropped || failed instanceof Unavailable;
 }
 
 /** The error of an item of a batch whose gateway was away. Items that were applied are not applied again. */

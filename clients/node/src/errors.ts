@@ -197,6 +197,17 @@ export function errorFromCall(error: ServiceError, proxy = ""): QuireError {
   return errorFromStatus(create(StatusSchema, { code: error.code, message }), error);
 }
 
+/**
+ * Whether a call has failed on its way: the server is away, or the stream was broken off. Then a call that is safe to repeat
+ * can succeed. An error of the server itself has a reason. Without one it is gRPC's, as of a server that stops before it has
+ * read the call, or that of a proxy. Or it is that of a signal that has cancelled the call.
+ */
+export function isOfConnection(error: QuireError, signal: AbortSignal | undefined): boolean {
+  if (error instanceof Cancelled && signal?.aborted) return false;
+  const isBrokenOff = (error instanceof Cancelled || error instanceof InternalError) && !error.reason;
+  return isBrokenOff || error instanceof Unavailable;
+}
+
 /** This client cancelled the call. */
 export function cancelled(): QuireError {
   return new Cancelled(status.CANCELLED, "cancelled by this client");

@@ -1,7 +1,7 @@
 /**
  * Requests of calls, and which of them are safe to retry.
  *
- * A call that fails with UNAVAILABLE may have been applied before its response was lost. It is repeated only if it is in this
+ * A call that fails on its way may have been applied before its response was lost. It is repeated only if it is in this
  * list, and its request is such that it is then not applied twice. Calls of a session are not repeated, because its stream
  * ends with the server.
  */

@@ -250,6 +250,22 @@ test("the time until the first chunk is none of the time that a stream may be br
   assert.equal(begun.length, 2);
 });
 
+test("a stream that a proxy breaks off goes on", async () => {
+  async function* whole() {
+    yield chunk(0);
+  }
+  for (const name of ["CANCELLED", "INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED"]) {
+    async function* breaks() {
+      throw Object.assign(new Error("RST_STREAM"), { code: status[name], details: "RST_STREAM" });
+    }
+    const { begun, execution } = executionOf([breaks, whole]);
+    const goesOn = name !== "RESOURCE_EXHAUSTED";
+    if (goesOn) await read(execution);
+    else await assert.rejects(read(execution), { code: status[name] });
+    assert.equal(begun.length, goesOn ? 2 : 1, name);
+  }
+});
+
 test("all that resume an execution have one timeout", async (context) => {
   context.mock.timers.enable({ apis: ["Date"], now: 1000 });
   async function* breaks() {

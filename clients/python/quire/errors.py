@@ -208,6 +208,16 @@ def from_rpc_error(error: grpc.RpcError, proxy: str = "") -> QuireError:
     return from_status(status)
 
 
+def is_of_connection(error: QuireError) -> bool:
+    """Whether a call has failed on its way: the server is away, or the stream was broken off.
+
+    Then a call that is safe to repeat can succeed. An error of the server itself has a reason. Without one it
+    is gRPC's, as of a server that stops before it has read the call, or that of a proxy.
+    """
+    is_broken_off = isinstance(error, Cancelled | InternalError) and not error.reason
+    return is_broken_off or isinstance(error, Unavailable)
+
+
 def _parse(serialized: bytes) -> status_pb2.Status | None:
     try:
         return status_pb2.Status.FromString(serialized)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import grpc
 from quire._chunks import Answer, Chunk, chunk_of
 from quire._grpc_aio import cancellation
-from quire.errors import Cancelled, from_rpc_error
+from quire.errors import Cancelled, from_rpc_error, is_of_connection
 from quire.v1 import runner_pb2
 
 # Starts the call with a request, and with `timeout` in seconds if there is one.
@@ -95,7 +95,10 @@ class _ResumableStream:
         with self._lock:
             if self._cancelled.is_set():
                 raise Cancelled(grpc.StatusCode.CANCELLED, "", "the execution was left")
-            self._call = self._started_call()
+            try:
+                self._call = self._started_call()
+            except (ValueError, grpc.aio.UsageError):
+                raise Cancelled(grpc.StatusCode.CANCELLED, "", "the client was closed") from None
 
     def _received(self, response: runner_pb2.ExecuteResponse) -> Iterator[Chunk]:
         """Yields the chunks of a message, which are received then. Raises QuireError of a sample."""
@@ -124,12 +127,13 @@ class _ResumableStream:
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)
         now_s = time.monotonic()
         self._disconnected_at_s = now_s if self._disconnected_at_s is None else self._disconnected_at_s
-        can_resume = error.code() is grpc.StatusCode.UNAVAILABLE and not self._cancelled.is_set()
+        failed = from_rpc_error(error, self._proxy)
+        can_resume = is_of_connection(failed) and not self._cancelled.is_set()
         until_s = self._disconnected_at_s + self._keep_s
         if self._deadline_s is not None:
             until_s = min(until_s, self._deadline_s)
         if not (can_resume and self._retries) or now_s + pause_s > until_s:
-            raise from_rpc_error(error, self._proxy) from None
+            raise failed from None
         return pause_s
 
 

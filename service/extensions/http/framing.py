@@ -13,7 +13,7 @@ from typing import Any
 import h11
 from h11 import _abnf, _readers
 
-# Of h11, but possessive: its own try each division of a run of spaces, which took minutes for 64 KiB of them.
+# h11's patterns, but possessive: its own try each division of a run of spaces, minutes for 64 KiB of them.
 _PATTERNS = {
     "header_field_re": (
         rf"(?P<field_name>{_abnf.field_name}):[ \t]*+(?P<field_value>{_abnf.field_value})[ \t]*+"
@@ -34,7 +34,7 @@ _FREE_CHUNKS, _LEAST_CHUNK_BYTES = 1024, 256
 
 
 class BadRequest(h11.RemoteProtocolError):
-    """Of this module: the text is for the client."""
+    """An error that this module found: the text is for the client."""
 
 
 class RequestConnection(h11.Connection):
@@ -48,7 +48,7 @@ class RequestConnection(h11.Connection):
         """`max_head_bytes`: of a request line with its headers, and of a body's trailers."""
         super().__init__(h11.SERVER, max_head_bytes)
         self._max_head_bytes = max_head_bytes
-        # Of the body that is received.
+        # The number of chunks, and bytes, of the body so far.
         self._chunks = self._body_bytes = 0
 
     def next_event(self) -> Any:

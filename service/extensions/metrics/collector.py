@@ -24,11 +24,11 @@ from service.extensions.metrics.figures import Distribution, Figures, Totals
 _MOST_NAMES = 64
 _READY = executor_pb2.WORKER_STATE_READY
 _CALL = ("grpc_type", "grpc_service", "grpc_method")
-# Of the alerts (docs/monitoring/alerts.yaml), shown from 0 on: rate() and increase() do not see the first
+# Counters in alerts (docs/monitoring/alerts.yaml) exist from 0 on: rate() and increase() do not see the first
 # value of a series.
 _ALERTED_CODES = ("Internal", "Unknown")
 _ALERTED_REASONS = ("QUEUE_FULL", "OVERLOADED", "KV_EXHAUSTED", "JOURNAL_UNAVAILABLE", "JOURNAL_FULL")
-# Of a WorkerSlot.
+# Fields of a WorkerSlot.
 _WORKER_GAUGES = {
     "quire_worker_suspect": ("suspect", "1 if it has been silent."),
     "quire_worker_memory_bytes": ("snapshot.memory_bytes", "Resident memory."),
@@ -42,7 +42,7 @@ _WORKER_GAUGES = {
         "Pages in memory that are still to be stored.",
     ),
 }
-# Of a WorkerSnapshot.
+# Fields of a WorkerSnapshot.
 _WORKER_COUNTS = {
     "quire_steps": ("counts.steps", "Steps."),
     "quire_step_tokens": ("counts.step_tokens", "Tokens in these steps."),
@@ -60,7 +60,7 @@ _WORKER_COUNTS = {
         "Pages that left the memory and were not stored.",
     ),
 }
-# Of LoraAdapterMetrics.
+# Fields of LoraAdapterMetrics.
 _ADAPTER_COUNTS = {
     "quire_adapter_loads": ("loads", "Adapters that were put into its memory."),
     "quire_adapter_evictions": ("evictions", "Adapters that were evicted from its memory."),

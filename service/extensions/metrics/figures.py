@@ -93,7 +93,7 @@ class Appends:
         self.answered = [0] * (max(AppendKind) + 1)
         self.failed: Counter[str] = Counter()
         self.prompt_tokens = self.generated_tokens = 0
-        # Of verifies that keep what is accepted, also of Execute's.
+        # Of verifies that keep only accepted tokens, including those of Execute.
         self.draft_tokens = self.accepted_tokens = 0
         # From the request until it is durable and answered. A verify is one value: the mean of its tokens.
         self.first_token, self.token = Distribution(TIMES_S), Distribution(TIMES_S)

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from service.auth.authenticator import current_tenant, current_tenant_name
 from service.budgets import Budgets
 from service.errors import InvalidArgument
+from service.extensions.openai.fields import Fields
 from service.extensions.openai.generation import JSON, ResponseBody
 
 KEPT_S = 3600.0
@@ -131,6 +132,8 @@ class StoredResponseHandler:
                 scope, receive, send
             )
             return
+        # A client that wants a stream would read none in an answer of one piece.
+        Fields({**request.query_params}).refuse_others({"include_obfuscation"}, {"stream": "false"})
         if (stored := self.stored.find(tenant, response_id)) is None:
             raise not_found("RESPONSE_NOT_FOUND", "")
         found = stored.response

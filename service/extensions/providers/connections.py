@@ -48,7 +48,7 @@ class Connections:
         self._is_closed = False
         # Why there are no credentials or no connections. Empty: there are, or they were not needed yet.
         self.trouble = ""
-        # These libraries log every request and the provider's response headers.
+        # They log every request, and the provider's response headers.
         for library in ("httpx2", "httpcore2"):
             logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -39,7 +39,7 @@ _SPECIFIC = {
     "billing_error": "FORBIDDEN",
     "model_not_found": "FORBIDDEN",
 }
-# These are equivalent to a status, and are used for errors in the middle of a stream.
+# Codes that are equivalent to a status, for errors in the middle of a stream.
 _GENERIC = {
     "invalid_request_error": "BAD_REQUEST",
     "not_found_error": "FORBIDDEN",

@@ -18,7 +18,7 @@ from service.text.call_values import MAX_CALLS
 from service.text.stops import StopMatcher
 
 _DECODER = codecs.getincrementaldecoder("utf-16-le")
-# Of a call for which the provider has none.
+# The size of an id for a tool call to which the provider gave none.
 _ID_BYTES = 12
 
 

@@ -75,12 +75,6 @@ def test_the_number_of_units_follows_from_shapes() -> None:
                 assert (units == batch) == (longest <= MIN_PART_KEYS)
 
 
-def test_a_unit_without_an_item_changes_nothing(device: str) -> None:
-    """A batch in which one item has several parts, and units are left over."""
-    case = make_case([(1, 300), (1, 5), (1, 0), (1, 20)], device, features=("sinks",))
-    case.check(attend(case, SPLIT))
-
-
 def test_all_layers_with_the_same_window_have_one_list(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     from kernels.cuda import paged_attention as module
 

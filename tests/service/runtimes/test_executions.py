@@ -107,26 +107,6 @@ async def test_running_executions_are_limited() -> None:
     assert served.num_unfinished == 2, "a closed execution counts no longer"
 
 
-async def test_a_tenant_gets_half_of_the_slots() -> None:
-    served = executions(Slow(), max_queued_operations=4)
-    for _ in range(2):
-        served.open(request(), ALICE, None)
-    with pytest.raises(TooManyExecutions, match="of the tenant"):
-        served.open(request(), ALICE, None)
-    served.open(request(), BOB, None)
-
-
-async def test_finished_unread_executions_take_no_slots_and_the_oldest_are_dropped() -> None:
-    served = executions(FakeRuntime("local"), max_queued_operations=2)
-    kept = {name: served.open(request(name), None, None) for name in "abcd"[:2]}
-    for execution in kept.values():
-        await ended(execution)
-    # The maximum of finished unread executions, and none is running.
-    for name in "cd":
-        await ended(served.open(request(name), None, None))
-    assert [served.cancel(name, None) for name in "abcd"] == [False, False, True, True]
-
-
 async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -> None:
     served = executions(FakeRuntime("local"), max_queued_operations=3)
     await ended(served.open(request("b"), BOB, None))
@@ -182,11 +162,7 @@ async def test_a_local_only_batch_is_refused_until_a_worker_was_ready() -> None:
     local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
     both, alone = executions(local, other, has_worker=False), executions(local, has_worker=False)
     await ended(both.open(request(), None, None))
-    for served, asked in (
-        (alone, request()),
-        (both, request(runtime="local")),
-        (both, request("a", at=3)),
-    ):
+    for served, asked in ((alone, request()), (both, request(runtime="local")), (both, request("a", at=3))):
         with pytest.raises(NoWorker):
             served.open(asked, None, None)
     assert local.asked + other.asked == [["x"]]

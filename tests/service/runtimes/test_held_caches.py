@@ -43,12 +43,7 @@ class Caller:
     """One who generates on a cache, and whose streams break."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        cache_id: str,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        **spec: Any,
+        self, gateway: Gateway, cache_id: str, token_ids: Sequence[int], max_tokens: int, **spec: Any
     ) -> None:
         """`spec`: settings of `SampleSpec`. Without an end token among them there is none."""
         self.gateway, self.cache_id = gateway, cache_id

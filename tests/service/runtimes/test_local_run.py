@@ -22,7 +22,7 @@ from service.api.request_limits import RequestLimits
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
 from service.dispatcher import Dispatcher, OnOutcomes, Outcome
 from service.errors import QuotaExceeded
-from service.runtimes import local_run
+from service.runtimes import sample_steps
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -431,7 +431,7 @@ async def test_masks_that_take_long_are_computed_in_several_turns(
     turn_s: float, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So others' masks are computed between those of one batch with many samples."""
-    monkeypatch.setattr(local_run, "_MASKS_TURN_S", turn_s)
+    monkeypatch.setattr(sample_steps, "_MASKS_TURN_S", turn_s)
     matcher = SlowMatcher()
     matcher.may_continue.set()
     item = replace(prepared("x", [1], 2, 8), new_matcher=lambda: cast(Matcher, matcher))
@@ -447,7 +447,7 @@ async def test_masks_are_not_asked_for_again_and_again_where_no_process_starts(
 ) -> None:
     """As while the system has no process left: each sample fails, and others can run."""
     monkeypatch.setattr(sys, "executable", "/dev/null/python")
-    monkeypatch.setattr(local_run, "_MASKS_TURN_S", 60.0)
+    monkeypatch.setattr(sample_steps, "_MASKS_TURN_S", 60.0)
     constraints = Constraints([b"a", b"b"], [])
     grammar = Grammar("regex", "a*")
     item = replace(

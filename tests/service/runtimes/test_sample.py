@@ -84,20 +84,6 @@ def test_a_stop_text_in_the_first_tokens_is_text(name: str) -> None:
     assert "".join(chunk.text for chunk in chunks) == "ab\u4e16"
 
 
-def test_a_special_token_that_is_a_stop_text_ends_a_sample() -> None:
-    end_id = kind("byte_level").token_to_id(END) or 0
-    ids = [*kind("byte_level").encode("ab").ids, end_id, *kind("byte_level").encode("ab").ids]
-    *_, last = chunks = list(run(spec("byte_level", [END]), ids))
-    assert (list(last.token_ids), last.stop, last.finish_reason) == (
-        [end_id],
-        END,
-        runner_pb2.FINISH_REASON_STOP,
-    )
-    assert "".join(chunk.text for chunk in chunks) == "ab"
-    # With another stop text it is one that has no text.
-    assert "".join(chunk.text for chunk in run(spec("byte_level", ["nowhere"]), ids)) == "abab"
-
-
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_constrained_text_behind_a_part_of_a_character_is_only_its_own(name: str, cut: int) -> None:

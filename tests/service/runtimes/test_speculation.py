@@ -54,19 +54,6 @@ def test_drafts_become_longer_while_they_are_accepted_and_shorter_when_not() -> 
     assert seen == [4, 8, 15, 15, 4] and length.current == 8
 
 
-def test_drafts_that_do_not_pay_off_are_tried_ever_less_often() -> None:
-    length = DraftLength(15)
-    tries = 0
-    for _ in range(10_000):
-        if length.current:
-            length.verified(length.current, 1, 3.0)
-            tries += 1
-        else:
-            length.decoded(1.0)
-    # Each costs three decodes and gives two tokens.
-    assert tries <= 10_000 / 512 + 10
-
-
 def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
     drafter = Drafter([1, 2, 3], 15)
     for _ in range(40):

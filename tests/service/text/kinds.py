@@ -50,12 +50,7 @@ def byte_fallback() -> Tokenizer:
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
     tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return _with_added(tokenizer)
 

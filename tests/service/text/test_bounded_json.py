@@ -114,10 +114,7 @@ def test_ordinary_json_is_parsed() -> None:
         (runner_pb2.Chat(tools_json="[" + "[]," * (1 << 19) + "1]"), "chat.tools_json"),
         (runner_pb2.Chat(tools_json='"' + "a" * MAX_BYTES + '"'), "chat.tools_json"),
         # Each part alone is within the limits.
-        (
-            tool_call("[" + "[]," * (1 << 10) + "1]", 64),
-            "chat.messages[0].tool_calls[28].arguments_json",
-        ),
+        (tool_call("[" + "[]," * (1 << 10) + "1]", 64), "chat.messages[0].tool_calls[28].arguments_json"),
         (tool_call('"' + "a" * (1 << 16) + '"', 64), "chat.messages[0].tool_calls[31].arguments_json"),
         (tool_call("", MAX_VALUES // 8 + 1), "chat.messages"),
         (runner_pb2.Chat(messages=[runner_pb2.ChatMessage()] * 5000), "chat.messages"),

@@ -188,12 +188,9 @@ def test_the_error_of_a_template_that_fails_with_both_forms_is_the_first() -> No
 
 
 async def test_the_other_form_is_tried_in_the_process_too() -> None:
-    templates = ChatTemplates()
     template = types_pb2.ChatTemplate(sources={"default": DEEPSEEK}, special_tokens=SPECIAL)
-    try:
+    with contextlib.closing(ChatTemplates()) as templates:
         text = await prompt_of(templates, template, parsed(FINISHED))
-    finally:
-        templates.close()
     assert text == expected(DEEPSEEK, FINISHED)
     assert '{"a": 1, "b": [2]}' in text
 

@@ -62,38 +62,26 @@ def test_the_task_before_the_first_one_is_not_the_callers(setup_task: bytes) -> 
 
 
 async def render() -> None:
-    templates = ChatTemplates()
-    try:
+    with contextlib.closing(ChatTemplates()) as templates:
         await templates.render(types_pb2.ChatTemplate(sources={"default": "a"}), [])
-    finally:
-        templates.close()
 
 
 async def constrain() -> None:
-    constraints = Constraints([b"a", b"b"], [])
-    try:
+    with contextlib.closing(Constraints([b"a", b"b"], [])) as constraints:
         await constraints.matcher_factory("regex", "a", frozenset(), 2)
-    finally:
-        constraints.close()
 
 
 async def mask() -> None:
     """The process that computes masks is another than the one that checks grammars."""
-    constraints = Constraints([b"a", b"b"], [])
-    matcher = Matcher(constraints, Grammar("regex", "a"), frozenset(), 2)
-    try:
+    with contextlib.closing(Constraints([b"a", b"b"], [])) as constraints:
+        matcher = Matcher(constraints, Grammar("regex", "a"), frozenset(), 2)
         await matcher.in_turn(matcher.allowed)
-    finally:
-        constraints.close()
 
 
 async def encode() -> None:
     ready = worker_pb2.WorkerReady(tokenizer_json=byte_level().to_str().encode())
-    text = TextModel(lambda: ready, lambda: "")
-    try:
+    with contextlib.closing(TextModel(lambda: ready, lambda: "")) as text:
         await text.encode("a", max_tokens=10)
-    finally:
-        text.close()
 
 
 @pytest.mark.parametrize("call", [render, constrain, mask, encode])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import threading
 from collections.abc import AsyncIterator
@@ -102,21 +100,6 @@ async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
     templates.close()
 
 
-async def test_cancelling_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_cpu_s=1000))
-    templates = ChatTemplates()
-    hostile = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(3)]
-    while len(children()) < 2:
-        await asyncio.sleep(0.01)
-    for one in hostile:
-        one.cancel()
-    async with asyncio.timeout(60):
-        await asyncio.gather(*hostile, return_exceptions=True)
-    assert await write(templates, PLAIN, "a") == "a"
-    assert len(children()) == 1
-    templates.close()
-
-
 async def test_cancelling_twice_keeps_the_turn_until_the_process_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -127,6 +110,8 @@ async def test_cancelling_twice_keeps_the_turn_until_the_process_has_ended(
         assert may_end.wait(60)
         return wait(process, timeout)
 
+    # Else they would end by themselves, soon enough.
+    monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_cpu_s=1000))
     templates = ChatTemplates()
     monkeypatch.setattr(subprocess.Popen, "wait", slow)
     running = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(RENDER.max_processes)]
@@ -143,6 +128,7 @@ async def test_cancelling_twice_keeps_the_turn_until_the_process_has_ended(
     await asyncio.wait(running)
     assert all(one.cancelled() for one in running)
     templates.close()
+    assert not children()
 
 
 async def test_a_tenant_with_slow_templates_keeps_no_other_waiting(
@@ -163,14 +149,6 @@ async def test_a_tenant_with_slow_templates_keeps_no_other_waiting(
     for task in slow:
         task.cancel()
     await asyncio.wait(slow)
-
-
-async def test_a_dead_process_is_replaced(templates: ChatTemplates) -> None:
-    assert await write(templates, PLAIN, "a") == "a"
-    (pid,) = pids(templates)
-    os.kill(pid, signal.SIGKILL)
-    assert await write(templates, PLAIN, "b") == "b"
-    assert pids(templates) != [pid]
 
 
 async def test_a_process_is_replaced_after_max_tasks_and_ended_when_idle(

@@ -37,7 +37,7 @@ _COMMON = frozenset({
     "rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
-    # These say where a file is from.
+    # Keys about the origin of a file.
     "rope.scaling.finetuned", "tensor_data_layout", "attention.causal",
     POOLING,
 })  # fmt: skip
@@ -86,14 +86,14 @@ class Architecture:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Those that its files may have."""
+        """The keys that its files may have."""
         return _COMMON | self.reads | {self.norm_eps[1], *self.settings, *self.only}
 
 
 GPT_OSS, LATENT = "gpt-oss", "deepseek2"
 _DELTA_RULE_READS = SSM | {RECURRENT_LAYERS}
-# Of images, which have positions in three dimensions, and states that are added behind some layers. A text
-# has the same position in all, and none of these states.
+# Keys for images, which have positions in three dimensions, and states that are added after some layers. A
+# text has the same position in all, and none of these states.
 _SECTIONS = frozenset({"rope.dimension_sections"})
 _IMAGES = _SECTIONS | {"n_deepstack_layers"}
 _SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
@@ -330,7 +330,7 @@ ARCHITECTURES = {
     "qwen2vl": Architecture("qwen2", _SECTIONS),
     "qwen3vl": Architecture("qwen3", _IMAGES),
     "qwen3vlmoe": Architecture("qwen3_moe", _IMAGES, settings=_QWEN_EXPERTS, defaults=_QWEN_DEFAULTS),
-    # Those that the transformers library runs.
+    # Architectures that the transformers library runs.
     "command-r": Architecture(
         "cohere",
         norm_eps=("layer_norm_eps", LAYER_EPS),

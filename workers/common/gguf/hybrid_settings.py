@@ -114,7 +114,7 @@ def _period(what: str, name: str, layers: Sequence[bool]) -> dict[str, object]:
 
 
 def short_conv(file: FileSettings) -> dict[str, object]:
-    """Those of lfm2. Raises GgufError."""
+    """The settings of lfm2. Raises GgufError."""
     return {"layer_types": _layer_types(file, "conv")}
 
 
@@ -137,7 +137,7 @@ def _expansion(file: FileSettings) -> int:
 
 
 def _head_width(file: FileSettings) -> int:
-    """Of a scan. Raises GgufError, also for another key that is missing."""
+    """The width of a scan's head. Raises GgufError, also for another key that is missing."""
     for key in sorted(SSM):
         value = file.own.get(key)
         if type(value) is not int or value < 1:

@@ -36,7 +36,7 @@ from workers.common.gguf.hybrid_settings import (
 ROPE_FACTORS = "rope_freqs.weight"
 
 _SLIDING = "sliding_attention"
-# Of MiniCPM, if its file does not say it.
+# Defaults of MiniCPM, if its file does not have them.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
 _PERIOD, _GEMMA3N_PERIOD, _GEMMA_PERIOD = 4, 5, 6
 # What divides the frequencies of pairs that are not rotated.
@@ -148,7 +148,7 @@ def _olmo(file: FileSettings) -> dict[str, object]:
 
 
 def _windows(file: FileSettings) -> dict[str, object]:
-    """Of EXAONE 4 and Command R7B: each fourth layer has none."""
+    """The windows of EXAONE 4 and Command R7B: every fourth layer has none."""
     if file.window is None:
         layers = file.settings["num_hidden_layers"]
         return {"sliding_window": None, "layer_types": [FULL] * layers if isinstance(layers, int) else None}
@@ -235,7 +235,7 @@ def _ropes(file: FileSettings, full: dict[str, object]) -> dict[str, object]:
 
 
 def _rotated_part(file: FileSettings) -> float:
-    """Of a head: other pairs have a frequency of nearly 0."""
+    """The part of a head that is rotated: other pairs have a frequency of nearly 0."""
     if ROPE_FACTORS not in file.tensors:
         return 1.0
     factors = file.read_factors(file.tensors[ROPE_FACTORS])

@@ -158,7 +158,7 @@ def _vocab_size(tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """That of the embedding and of what is not quantised; with quantised tensors bfloat16."""
+    """The dtype of the embedding and of what is not quantised; with quantised tensors bfloat16."""
     names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
     types = {info.type for info in tensors.values()}
     return names[tensors[EMBEDDING].type] if types <= names.keys() else "bfloat16"

@@ -39,7 +39,7 @@ _NOTES = {
 
 def read(settings: Mapping[str, object]) -> Quantisation:
     """Raises NotUnderstood."""
-    # Of models of 2024 the second, which are compressed as well. The tensors of one that is not are refused.
+    # "frozen": models of 2024, which are compressed, too. If one is not, its tensors are refused.
     one_of(settings, "quantization_status", "compressed", "frozen", default="compressed")
     if settings.get("transform_config"):
         raise NotUnderstood("transform_config: transformed weights are not supported")

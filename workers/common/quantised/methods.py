@@ -29,15 +29,18 @@ SETTING: Final = "quantization_config"
 _OTHER_SETTING: Final = "compression_config"
 _TEXT: Final = "text_config"
 
+# Where tools of 2023 wrote it, AutoGPTQ and AutoAWQ, and by which method.
+_FILES: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
 BITSANDBYTES: Final = "bitsandbytes"
 MXFP4: Final = "mxfp4"
 _DTYPE_OF_INPUTS = "{}: inputs of projections keep the model's dtype: it is finer"
 _BYTES_OF_INPUTS = "inputs of projections have 8 bits in groups of 32, whatever the config says of computing"
 # Which GPTQ checkpoints have zero points that are less by one, as the first version of the format has them.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-# Of GPTQ's `dynamic`, what leaves a module out.
+# The prefix in GPTQ's `dynamic` of modules that are not quantised.
 _LEFT_OUT = "-:"
-# Of AutoRound, with what each stands for; and the bits of what it leaves out.
+# The packings of AutoRound, with the methods that they stand for; and the bits of modules that it leaves out.
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 _UNQUANTISED_BITS = 16
 _SETTINGS_OF_MXFP4 = {"quant_method", "modules_to_not_convert", "dequantize"}
@@ -86,7 +89,7 @@ def _fbgemm_fp8(settings: Mapping[str, object]) -> Quantisation:
 
 
 def _gptq(settings: Mapping[str, object]) -> Quantisation:
-    """As AutoGPTQ and GPTQModel write it: integers of 4 or 8 bits with a scale for each group of inputs."""
+    """As AutoGPTQ and GPTQModel write it: integers of 2 to 8 bits with a scale for each group of inputs."""
     form = one_of(settings, "checkpoint_format", *_ZERO_OFFSETS, default=settings.get("format") or "gptq")
     one_of(settings, "pack_dtype", "int32", default="int32")
     one_of(settings, "is_marlin_format", False, default=False)
@@ -95,15 +98,19 @@ def _gptq(settings: Mapping[str, object]) -> Quantisation:
     dynamic = settings.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(name.startswith(_LEFT_OUT) for name in dynamic):
         raise NotUnderstood(f"dynamic: must only leave modules out, got {shown(dynamic)}")
-    bits = integer(settings, "bits")
-    if bits not in (4, 8):
-        raise NotUnderstood(f"bits: must be 4 or 8, got {bits}")
+    bits, symmetric = integer(settings, "bits"), boolean(settings, "sym", default=True)
+    if bits not in (2, 3, 4, 8):
+        raise NotUnderstood(f"bits: must be 2, 3, 4 or 8, got {bits}")
+    offset = _ZERO_OFFSETS[str(form)]
+    if bits == 3 and offset and not symmetric:
+        # The borrow of a zero point would go from word to word, or not.
+        raise NotUnderstood("sym: must be true with 3 bits, unless checkpoint_format is gptq_v2")
     scheme = Scheme(
         Layout.GPTQ,
         bits,
         group_size(settings),
-        has_zeros=not boolean(settings, "sym", default=True),
-        zero_offset=_ZERO_OFFSETS[str(form)],
+        has_zeros=not symmetric,
+        zero_offset=offset,
         has_order=boolean(settings, "desc_act", default=False),
     )
     return Quantisation("gptq", [(None, scheme)], NO_NAMES)
@@ -176,6 +183,22 @@ def read_quantisation(settings: Mapping[str, object]) -> Quantisation | None:
         return METHODS[method](said)
     except NotUnderstood as error:
         raise NotUnderstood(f"{name} ({method}): {error}") from None
+
+
+def with_file_of_tool(
+    settings: Mapping[str, object], content_of: Callable[[str], Mapping[str, object]]
+) -> Mapping[str, object]:
+    """The settings of a config.json, with what a file beside it says of the weights, if they do not.
+
+    Args:
+        settings: Those of a model.
+        content_of: The content of a file by its name; empty if it is not there.
+    """
+    if not is_quantised(settings):
+        for name, method in _FILES.items():
+            if said := content_of(name):
+                return {**settings, SETTING: {"quant_method": method, **said}}
+    return settings
 
 
 def is_quantised(settings: Mapping[str, object]) -> bool:

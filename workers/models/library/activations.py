@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import activations
 
-# Those that call a function which torch computes in two ways: silu, gelu, sigmoid, softplus or mish.
+# Modules that call a function which torch computes in two ways: silu, gelu, sigmoid, softplus or mish.
 _KINDS = (
     nn.GELU,
     nn.Mish,

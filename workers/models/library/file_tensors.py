@@ -60,7 +60,7 @@ class FileTensor:
                 # Parts of a dtype that no weight has are bytes.
                 into.copy_(part.view(dtype).view_as(into))
             else:
-                # Of GGUF files [rows of a matrix, bytes of a row].
+                # In GGUF files: [rows of a matrix, bytes of a row].
                 rows = part.view(into[..., 0].numel(), -1) if isinstance(part, torch.Tensor) else part
                 into.copy_(values_of(entry.form, rows, entry.shape[-1]).view_as(into))
             self._done(part.nbytes)

@@ -160,7 +160,7 @@ class _CompressedLayer(DynamicSlidingWindowLayer):
         return kv[:, 0, :whole], gate[:, 0, :whole], 0
 
     def update_compressor_states(self, _: str, compressed: torch.Tensor) -> torch.Tensor:
-        """They are all."""
+        """The given states are all states."""
         return compressed
 
     def update_overlap_state(self, *_: Any) -> tuple[None, None]:
@@ -192,7 +192,7 @@ class LibraryCache:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of the next forward."""
+        """The arguments of the next forward."""
         return {self._name: self._cache} if self._name else {}
 
     def start(self, keys: Keys) -> None:
@@ -218,7 +218,7 @@ class LibraryCache:
             self._cache = getattr(answer, self._name)
 
     def state(self) -> list[torch.Tensor]:
-        """That after the last forward, until the next one."""
+        """The state after the last forward, valid until the next one."""
         return [*self._tensors_of_cache(), *(getattr(part, name) for part, name in self._attributes)]
 
     def probed(self, before: Sequence[torch.Size]) -> tuple[StateShape, ...]:

@@ -48,7 +48,7 @@ class LibraryModel(ABC):
         self._parameters = frozenset(parameters)
         self._takes_positions = "position_ids" in parameters
         self._takes_rows = "logits_to_keep" in parameters
-        # These are set by the probe of the subclass.
+        # Set by the probe of the subclass.
         self.kv_layers: tuple[LayerKv, ...] = ()
         self.state_shapes: tuple[StateShape, ...] = ()
         self.has_hidden_states = False

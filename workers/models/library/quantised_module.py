@@ -46,7 +46,7 @@ class _Experts(nn.Module):
         self.down = _projections(down, biases[1])
 
     def _halves(self, outputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Those of gate and of up: [E, 2 * I, ...] -> [E, I, ...] twice."""
+        """The outputs of gate and of up: [E, 2 * I, ...] -> [E, I, ...] twice."""
         return outputs.chunk(2, dim=1) if self.is_concatenated else (outputs[:, ::2], outputs[:, 1::2])
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 
 class QuantisedParts:
-    """Those of one model.
+    """The quantised parts of one model.
 
     Attributes:
         targets: What is filled with a tensor, by its name; empty before the model is built.
@@ -124,7 +124,7 @@ class QuantisedParts:
                 for part in parts:
                     # Else the library draws weights for it. One that scales rows needs its own buffers.
                     part._is_hf_initialized = type(part) in (PackedLinear, PackedEmbedding)  # noqa: SLF001
-                # They share it already, and have no parameters.
+                # Tied modules share the weight already, and have no parameters.
                 module.all_tied_weights_keys = ties = {
                     target: source for target, source in ties.items() if source != name
                 }

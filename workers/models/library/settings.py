@@ -36,7 +36,7 @@ _MAX_LAYERS, _MAX_WIDTH, _MAX_POSITIONS, _MAX_INTEGER = 1 << 12, 1 << 20, 1 << 2
 # Numbers under these names are not sizes. Rotary bases, for example, are large.
 _NOT_SIZES = ("theta", "token_id", "_base", "seed")
 
-# They store keys and values of tokens, an index of keys, what is compressed, a recurrent state or nothing.
+# Layers that store keys and values of tokens, an index of keys, compressed KV, a recurrent state or nothing.
 # Others store more.
 _KNOWN_LAYERS = names(
     """

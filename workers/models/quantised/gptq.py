@@ -32,6 +32,8 @@ _WORD = ("I32",)
 # Where a word of AWQ has the value of each of its 8 outputs.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _LOW_WORD = 0xFFFFFFFF
+# The bits of values that begin in one word and end in the next.
+_UNEVEN = 3
 
 
 class GptqMatrix(QuantisedMatrix):
@@ -39,12 +41,16 @@ class GptqMatrix(QuantisedMatrix):
 
     def __init__(self, tensors: Tensors, scheme: Scheme) -> None:
         """Check the headers. Raises ModelError."""
-        self._scheme, each = scheme, 32 // scheme.bits
+        self._scheme = scheme
         self._words = tensors.need_matrix("qweight", _WORD)
-        inputs, outputs = self._words.shape[0] * each, self._words.shape[1]
+        rows, outputs = self._words.shape
+        if scheme.bits == _UNEVEN and (rows % _UNEVEN or outputs % 32):
+            says = f"{list(self._words.shape)}, which is not for multiples of 32 values of {_UNEVEN} bits"
+            raise ModelError(f"{self._words.file}: tensor {self._words.name} has shape {says}")
+        inputs = rows * 32 // scheme.bits
         groups = -(-inputs // (scheme.group or inputs))
         self._scales = tensors.need("scales", SCALES, (groups, outputs))
-        self._zeros = tensors.need("qzeros", _WORD, (groups, -(-outputs // each)))
+        self._zeros = tensors.need("qzeros", _WORD, (groups, -(-outputs * scheme.bits // 32)))
         self._groups: TensorEntry | None = None
         if scheme.has_order or "g_idx" in tensors.entries:
             self._groups = tensors.need("g_idx", _WORD, (inputs,))
@@ -56,7 +62,10 @@ class GptqMatrix(QuantisedMatrix):
     def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows]]:
         scheme, (outputs, inputs) = self._scheme, self.shape
         words, scales = read(self._words), read_scales(self._scales).T.contiguous()
-        zeros = unpack_columns(_moved(read(self._zeros), scheme), scheme.bits)[:, :outputs].T.contiguous()
+        stored = read(self._zeros)
+        if scheme.has_zeros:
+            stored = _moved(stored, scheme)
+        zeros = unpack_columns(stored, scheme.bits)[:, :outputs].T.contiguous()
         order = None
         if self._groups is not None:
             order = input_order(self._groups, inputs, scheme.group or inputs)
@@ -65,7 +74,7 @@ class GptqMatrix(QuantisedMatrix):
                     f"{self.file}: tensor {self._groups.name} has an order, but desc_act is false"
                 )
         middle = 1 << (scheme.bits - 1)
-        if not scheme.has_zeros and not bool((zeros == middle).all()):
+        if not scheme.has_zeros and not bool((zeros + scheme.zero_offset == middle).all()):
             raise ModelError(
                 f"{self.file}: tensor {self._zeros.name} is not {middle} everywhere, but sym is true"
             )

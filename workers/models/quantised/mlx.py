@@ -10,17 +10,29 @@ integrations/metal_quantization.py has the layouts of 2, 4 and 8 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from workers.common.quantised.scheme import Scheme
+from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import ModelError
 from workers.models.quantised.matrix import IntegerRows, QuantisedMatrix, integer_format
 from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales, unpack_columns
 
 _ALL_EXPERTS, _EXPERT = ".switch_mlp.", ".experts.{}."
 _MAX_EXPERTS = 4096
+# Convolutions have [C, K, 1] in place of [C, 1, K]; and these norms multiply by their weights, not by 1 more.
+_WITH_CONVOLUTIONS = frozenset(
+    {"lfm2", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+)
+_CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
+_NORMS = tuple(
+    f"{name}.weight"
+    for name in (".input_layernorm", ".post_attention_layernorm", "model.norm", ".q_norm", ".k_norm")
+)
+_HAS_PLAIN_NORMS = "lfm2"
 # What products take off values of 8 bits, which they multiply as signed ones.
 _MIDDLE = 128
 
@@ -74,3 +86,43 @@ def of_each_expert(tensors: Tensors) -> Iterator[Tensors]:
     for expert in range(count):
         own = {part: entry.element(expert) for part, entry in tensors.entries.items()}
         yield Tensors(tensors.module.replace(_ALL_EXPERTS, _EXPERT.format(expert)), own)
+
+
+class _LessOne(StoredTensor):
+    """A vector of weights of a norm, as a checkpoint of the library has it: exact in float32."""
+
+    dtype = "F32"
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._entry, self.name, self.file = entry, entry.name, entry.file
+        self.shape, self.begin, self.nbytes = entry.shape, entry.begin, entry.nbytes
+
+    def parts(
+        self,
+        rows: range | None = None,
+        staging: Staging | None = None,  # noqa: ARG002 - parts are new tensors
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        for first, part in self._entry.parts(rows):
+            yield first, part.float() - 1
+
+    def samples(self) -> Iterator[bytes]:
+        return self._entry.samples()
+
+
+def as_published(tensors: Mapping[str, StoredTensor], model_type: object) -> dict[str, StoredTensor]:
+    """What else mlx-lm has in another form than the library, which it makes of a checkpoint as it reads it.
+
+    Of other types a convolution is refused by its shape.
+    """
+    found = dict(tensors)
+    if model_type not in _WITH_CONVOLUTIONS:
+        return found
+    for name, entry in tensors.items():
+        if not isinstance(entry, TensorEntry) or entry.dtype not in DTYPES:
+            continue
+        if name.endswith(_CONVOLUTIONS) and entry.shape[2:] == (1,):
+            outputs, width, _ = entry.shape
+            found[name] = dataclasses.replace(entry, shape=(outputs, 1, width))
+        elif name.endswith(_NORMS) and len(entry.shape) == 1 and model_type != _HAS_PLAIN_NORMS:
+            found[name] = _LessOne(entry)
+    return found

@@ -84,14 +84,14 @@ class Database:
         """The open connection, for one statement."""
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
-                with _translated(is_sent=False):
+                with _translated():
                     self._connection = await asyncpg.connect(
                         self._url, timeout=CONNECT_S, server_settings=_SETTINGS
                     )
             # Not the driver's timeout: it cancels the statement, and so ends a commit's wait for a standby.
             timer = asyncio.get_running_loop().call_later(answer_s, self._connection.terminate)
             try:
-                with _translated(is_sent=True):
+                with _translated(self._connection):
                     yield self._connection
             except BaseException as error:
                 if not (isinstance(error, DatabaseFailed) and error.is_certain):
@@ -102,7 +102,8 @@ class Database:
 
 
 @contextlib.contextmanager
-def _translated(*, is_sent: bool) -> Iterator[None]:
+def _translated(connection: Any = None) -> Iterator[None]:
+    """`connection`: a statement was sent on it."""
     try:
         yield
     except asyncpg.UniqueViolationError as error:
@@ -110,7 +111,12 @@ def _translated(*, is_sent: bool) -> Iterator[None]:
     except _FAILURES as error:
         # After a fatal error the transaction may have been committed before.
         is_refused = getattr(error, "severity_en", None) == "ERROR"
-        raise DatabaseFailed(_described(error), is_certain=is_refused or not is_sent) from error
+        raise DatabaseFailed(_described(error), is_certain=is_refused or connection is None) from error
+    except AttributeError as error:
+        # The driver's, if the connection is terminated between two messages of a statement.
+        if connection is None or not connection.is_closed():
+            raise
+        raise DatabaseFailed("it does not answer", is_certain=False) from error
 
 
 def _described(error: BaseException) -> str:

@@ -29,13 +29,7 @@ from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
 from service.caches.idempotency import IdempotencyTable
 from service.config import Config
-from service.errors import (
-    InvalidArgument,
-    ProviderFailure,
-    QuireError,
-    RuntimeNotFound,
-    SequenceTooLong,
-)
+from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound, SequenceTooLong
 from service.extension import GatewayParts
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.errors import of_prompt
@@ -423,10 +417,7 @@ async def statuses(port: int, trusted: Authority, certificate: Pair | None, requ
     if certificate is not None:
         context.load_cert_chain(certificate.cert, certificate.key)
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        writer.write(requests)
-        found = await reader.read()
-        writer.close()
+        found = await HttpPort(port, context).send(requests)
     except (OSError, ssl.SSLError):
         return []
     return [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]]

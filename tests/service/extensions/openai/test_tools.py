@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 from quire.v1 import runner_pb2, types_pb2
 
 from service.errors import QuireError
-from service.runtimes.answer_parts import formats_of_model, reading_of
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.items import failures
 from service.runtimes.preparing import ItemPreparer
-from service.text.output_formats import OutputFormats
 from tests.chat_templates import byte_tokenizer
 from tests.service.extensions.openai.test_front import FakeRuntime, serving
 
@@ -43,7 +39,7 @@ CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool
 
 
 class Writer(FakeRuntime):
-    """This server's own runtime, whose model writes a text, a token for each byte; keeps what it was asked.
+    """This server's own runtime, whose model writes a text, a token for each byte; keeps its prompt.
 
     Of several texts, one for each request.
     """
@@ -53,12 +49,9 @@ class Writer(FakeRuntime):
         self.text = text
         self.tokenizer = byte_tokenizer()
         self.preparer: ItemPreparer
-        self.formats: OutputFormats
-        self.items: list[runner_pb2.ExecuteItem] = []
         self.prompt = ""
 
     async def _write(self, batch: Batch, sink: ChunkSink) -> None:
-        self.items = list(batch.items)
         text = self.text if isinstance(self.text, str) else self.text.pop(0)
         asked = runner_pb2.ExecuteItem()
         asked.CopyFrom(batch.items[0])
@@ -74,11 +67,6 @@ class Writer(FakeRuntime):
         for token in self.tokenizer.encode(text).ids:
             sink.put([sample.take(token)])
         sink.put([sample.complete()])
-
-    @property
-    def schema(self) -> Any:
-        """What the answer has to be valid under."""
-        return json.loads(reading_of(self.items[0], self.formats)[0].constraint.json_schema)
 
 
 @asynccontextmanager
@@ -96,7 +84,6 @@ async def answering(
     }
     async with serving(runtime, texts=texts, **settings) as served, served.client() as client:
         runtime.preparer = ItemPreparer(served.state, served.text)
-        runtime.formats = formats_of_model(served.state)
         yield client, runtime
 
 
@@ -141,15 +128,6 @@ async def test_what_a_model_writes_is_divided() -> None:
             assert "weather" not in runtime.prompt
 
 
-async def test_a_malformed_call_is_content() -> None:
-    text = '<tool_call>\n{"name": "weather", "arguments": {"city": Bern}}\n</tool_call>'
-    async with answering(text) as (client, _):
-        answer = await client.chat.completions.create(**ASKED, tools=TOOLS)
-        (choice,) = answer.choices
-        assert (choice.message.content, choice.message.tool_calls) == (text, None)
-        assert choice.finish_reason == "stop"
-
-
 async def test_thoughts_that_the_prompt_begins() -> None:
     thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     async with answering("So.\n</think>\n\nYes.") as (client, runtime):
@@ -161,36 +139,6 @@ async def test_thoughts_that_the_prompt_begins() -> None:
         found = await both(client, response_format=schema, **thinking)
         assert (found["thoughts"], found["content"]) == (None, "{}")
         assert runtime.prompt.endswith("|<think>\n</think>\n\n"), "a grammar allows no thoughts"
-
-
-@pytest.mark.parametrize(
-    "template", [TEMPLATE, "{% for message in messages %}{{ message.content }}{% endfor %}"]
-)
-async def test_forced_calls_have_a_grammar(template: str) -> None:
-    """Also of a model whose template knows no tools."""
-    written: list[Any] = [
-        {"name": "weather", "arguments": {"city": "Rome"}},
-        {"name": "stop", "arguments": {}},
-    ]
-    async with answering(json.dumps(written), template) as (client, runtime):
-        found = await both(client, tools=TOOLS, tool_choice="required")
-        assert found["calls"] == [("weather", '{"city": "Rome"}'), ("stop", "{}")]
-        assert (found["content"], found["finish"]) == (None, "tool_calls")
-        schema = runtime.schema
-        is_valid = jsonschema.Draft202012Validator(schema).is_valid
-        assert is_valid(written) and is_valid(written[1:])
-        wrong = [{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "stop", "arguments": {"a": 1}}]
-        wrong += [{"name": "weather", "arguments": {"city": "Rome", "a": 1}}]
-        wrong += [{"name": "other", "arguments": {}}, {"name": "stop"}]
-        assert not any(is_valid([each]) for each in wrong) and not is_valid([])
-        runtime.text = json.dumps(written[:1])
-        for settings in ({"tool_choice": NAMED}, {"tool_choice": "required", "parallel_tool_calls": False}):
-            found = await both(client, tools=TOOLS, **settings)
-            assert found["calls"] == [("weather", '{"city": "Rome"}')]
-            schema = runtime.schema
-            is_valid = jsonschema.Draft202012Validator(schema).is_valid
-            assert is_valid(written[:1]) and not is_valid(written)
-            assert is_valid(written[1:]) == (settings["tool_choice"] == "required")
 
 
 @pytest.mark.parametrize(

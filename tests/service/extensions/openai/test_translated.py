@@ -71,6 +71,9 @@ async def test_a_response_goes_on_from_one_that_is_kept() -> None:
         again = await client.responses.retrieve(first.id)
         assert [item.id for item in again.output] == [item.id for item in first.output]
         assert (again.output_text, again.usage) == (first.output_text, first.usage)
+        # Before, the client read an empty stream.
+        with pytest.raises(openai.BadRequestError, match="stream is not supported"):
+            await client.responses.retrieve(first.id, stream=True)
         outputs = [
             {"type": "function_call_output", "call_id": item.call_id, "output": "21"}
             for item in first.output

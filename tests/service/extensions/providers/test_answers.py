@@ -178,6 +178,8 @@ async def test_completions_continue_texts_and_tokens(provider: FakeProvider) -> 
     assert [entry.logprob for entry in again.of("b")[0].logprobs] == [0.0, -1.0]
 
 
+CALL = {"type": "tool_use", "id": "c1", "name": "look"}
+ARGUMENTS = {"type": "input_json_delta", "partial_json": '{"a":1}'}
 ANTHROPIC = [
     {"type": "message_start", "message": {"usage": {"input_tokens": 4, "cache_read_input_tokens": 3}}},
     {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
@@ -185,16 +187,8 @@ ANTHROPIC = [
     {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hi"}},
     {"type": "content_block_stop", "index": 0},
-    {
-        "type": "content_block_start",
-        "index": 1,
-        "content_block": {"type": "tool_use", "id": "c1", "name": "look"},
-    },
-    {
-        "type": "content_block_delta",
-        "index": 1,
-        "delta": {"type": "input_json_delta", "partial_json": '{"a":1}'},
-    },
+    {"type": "content_block_start", "index": 1, "content_block": CALL},
+    {"type": "content_block_delta", "index": 1, "delta": ARGUMENTS},
     {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 9}},
     {"type": "message_stop"},
 ]

@@ -329,9 +329,7 @@ async def test_an_item_that_could_exceed_its_cost_limit_is_not_sent(
     assert len(provider.asked) == (0 if expected else 1)
 
 
-async def test_requests_in_flight_when_the_server_is_killed_count(
-    provider: FakeProvider,
-) -> None:
+async def test_requests_in_flight_when_the_server_is_killed_count(provider: FakeProvider) -> None:
     values = StoredValues()
     provider.script += [stalled(HEAD + TEXT), GOOD]
     made = config(provider, prices=DEAR, budget_usd_per_hour=13)
