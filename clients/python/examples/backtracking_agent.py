@@ -1,11 +1,11 @@
 """An agent that backtracks after a failure: depth-first search with TruncateKV.
 
-It says the most likely answer and asks a tool what it is worth (here: is it a number that is divisible by
-five?). If the tool says no, the cache is cut to the last token at which there was another likely choice, and
-the agent goes on from there. What was before the cut is neither sent nor computed again.
+It generates the most likely answer and asks a tool whether it is good (here: is it a number divisible by
+five?). If not, the cache is truncated to the last token that had another likely choice, and the agent
+continues from there. The tokens before that are neither sent nor computed again.
 
-Cost: one prefill, one decode for each token that is tried, one TruncateKV for each way that was given up; no
-forward is run twice for the same beginning. Shares steps: each decode with other callers.
+Cost: one prefill, one decode for each token that is tried, one TruncateKV for each rejected branch; no
+forward is repeated. Shares steps: each decode with other callers.
 
     python clients/python/examples/backtracking_agent.py [TARGET] [PROMPT]
 """

@@ -1,9 +1,9 @@
 """Beam search, as transformers does it with early_stopping=True and length_penalty=1.
 
 Beams with several continuations are forked and those with none released, all in one call. So there are never
-many more caches than beams, and what they have in common lies in the same pages.
+many more caches than beams, and they share the pages that they have in common.
 
-Cost: one prefill, then for each token a BatchDecode of all beams, and a ForkCaches where any branches.
+Cost: one prefill, then for each token a BatchDecode of all beams, and a ForkCaches if any branches.
 Shares steps: the beams with one another, and with other callers. A fork copies one page at most.
 
     python clients/python/examples/beam_search.py [TARGET] [PROMPT]

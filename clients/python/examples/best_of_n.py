@@ -1,10 +1,10 @@
-"""Best of n: many samples of one prompt, of which the most likely one is chosen.
+"""Best of n: draws n samples of one prompt and returns the most likely one.
 
-The prompt is computed once, and the first token of each sample drawn with it, by a seed of its own; copies
-share the pages of what they have in common.
+The prompt is computed once, and the first tokens of all samples are drawn from it, each with its own seed.
+Forks share the pages that they have in common.
 
 Cost: one prefill, one fork, and one decode for each further token of each sample. Shares steps: all samples
-go forward by one BatchDecode, so that n of them cost hardly more steps than one.
+advance in one BatchDecode, so n of them take hardly more steps than one.
 
     python clients/python/examples/best_of_n.py [TARGET] [PROMPT] [TEMPERATURE]
 """

@@ -1,6 +1,6 @@
 """Multiple choice: which of several answers is the most likely continuation of a question.
 
-Nothing is generated. Each choice is scored behind the question, whose KV is computed once for all of them.
+Nothing is generated. Each choice is scored after the question, whose KV is computed once for all of them.
 
 Cost: one BatchForward: the question once, and each choice. No cache is kept. Shares steps: the choices with
 one another, and with other callers; send many questions in one call, or on a Session, to fill the steps.

@@ -1,7 +1,7 @@
 """The smallest loop: one prompt, always the most likely token, until the model ends the text.
 
 Cost: one prefill of the prompt, then one decode for each token. Shares steps: each decode runs in one forward
-with whatever other callers have asked for at that moment; nobody has to know of the others.
+with whatever other callers have requested at that moment.
 
     python clients/python/examples/greedy_loop.py [TARGET] [PROMPT]
 """

@@ -1,10 +1,10 @@
 """JSON of a schema, enforced by the client: llguidance computes the mask of each token.
 
-The same works for any automaton of yours: the server takes a mask of the vocabulary with each call and knows
-nothing of grammars. (Execute has constraints of its own, for those who want the server to do this.)
+The same works for any automaton: the server takes a mask of the vocabulary with each call and knows nothing
+of grammars. (To let the server do this, use a constraint of Execute.)
 
-Cost: one prefill, one decode for each token, each with a mask of one bit for each token of the vocabulary;
-the mask is made here while nothing is computed for this text. Shares steps: with all callers, masked or not.
+Cost: one prefill, one decode for each token, each with a mask of one bit for each token of the vocabulary.
+The mask is computed between two decodes. Shares steps: with all callers, masked or not.
 
     python clients/python/examples/json_schema.py [TARGET] [SCHEMA] [PROMPT]
 """

@@ -1,11 +1,11 @@
-"""Speculation without a draft model: drafts are looked up in the text itself.
+"""Speculative decoding without a draft model (prompt lookup): drafts are found in the text itself.
 
-Where the last tokens stood before, what followed them then is drafted now. Code, quotations, lists and edits
-repeat themselves; other texts cost what they cost without drafts, since a verify of no drafts is a decode.
-The text is the very one that a greedy loop says.
+If the last tokens occurred before, what followed them then is the draft. Code, quotations, lists and edits
+repeat themselves; other texts cost the same as without drafts, since a verify without drafts is a decode. The
+text is that of a greedy loop.
 
-Cost: one forward of 1 to WIDTH + 1 tokens for each token that was not drafted rightly; those that were come
-with it. Shares steps: with other callers.
+Cost: a forward of 1 to WIDTH + 1 tokens appends the accepted drafts and one more token. Shares steps: with
+other callers.
 
     python clients/python/examples/ngram_drafts.py [TARGET] [PROMPT]
 """

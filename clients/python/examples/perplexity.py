@@ -1,11 +1,10 @@
-"""Perplexity of a file, which may be longer than the model's context: in windows that overlap.
+"""Perplexity of a file, which may be longer than the model's context, in overlapping windows.
 
-Each token is scored once, behind at least half a window of what comes before it (as far as there is that
-much). Forward's `score_from` says where the scored part of a window begins; what is before is context.
+Each token is scored once, after at least half a window of context (as far as there is that much). Forward's
+`score_from` says where the scored part of a window begins; the tokens before it are context.
 
-Cost: every token is computed about twice, since each window begins elsewhere; logits are made for scored
-tokens only. No cache is kept. Shares steps: the windows of a BatchForward with one another, and with other
-callers.
+Cost: every token is computed about twice; logits are computed for scored tokens only. No cache is kept.
+Shares steps: the windows of a BatchForward with one another, and with other callers.
 
     python clients/python/examples/perplexity.py [TARGET] [FILE]
 """

@@ -1,10 +1,11 @@
 """Rollouts for reinforcement learning: n samples of each prompt, with on-policy log-probabilities.
 
-`sampled_logprob` is how likely a token was among what it was drawn from: what a policy gradient or an
-importance ratio needs. `logprob` is the model's own, before temperature and cuts. Seeds say them again.
+`sampled_logprob` is the log-probability of a token under the distribution that it was drawn from, as a policy
+gradient or an importance ratio needs it. `logprob` is the model's own, before temperature and cuts. The same
+seeds give the same samples.
 
 Cost: one prefill, which draws all first tokens, one fork, and one decode for each further token.
-Shares steps: all rollouts are tasks on one Session; what is asked for together runs in one forward.
+Shares steps: all rollouts are tasks on one Session, whose calls are batched.
 
     python clients/python/examples/rollouts.py [TARGET] [PROMPT] [N] [TEMPERATURE]
 """

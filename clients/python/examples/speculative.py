@@ -1,11 +1,11 @@
 """Lossless speculative decoding: one model drafts, another verifies all drafts in one forward.
 
-Each draft goes with the probabilities it was drawn from; the server keeps or replaces it such that every
-token is distributed as its own model's draws. Both models have one vocabulary. Without a second server the
-model drafts for itself, which shows how it works and saves nothing.
+With each draft goes the distribution that it was drawn from. The server keeps or replaces drafts such that
+every token is distributed as the verifying model's own samples. Both models have one vocabulary. Without a
+second server the model drafts for itself, which shows how it works and saves nothing.
 
 Cost: for each verify `width` forwards of the drafting model, and one of `width` + 1 tokens, which appends
-1 to `width` + 1. Shares steps: verifies with all else that the server does; drafts likewise, on theirs.
+1 to `width` + 1. Shares steps: verifies with other callers of their server, and drafts with those of theirs.
 
     python clients/python/examples/speculative.py [TARGET] [DRAFT_TARGET]
 """

@@ -1,12 +1,12 @@
 """Tree speculation: several continuations are drafted, one forward verifies them, and one path is kept.
 
-The drafting model grows the tree: one forward of all of it says the likeliest tokens behind each leaf. Where
-a chain of drafts ends with the first wrong one, a tree often has the right one beside it. The text is the
-very one that a greedy loop says. Both models have one vocabulary; without a second server the model drafts
+The drafting model grows the tree level by level: one forward of the whole tree predicts the likeliest tokens
+after each leaf. A chain of drafts ends at the first wrong token; a tree often has the right one beside it.
+The text is that of a greedy loop. Both models have one vocabulary; without a second server the model drafts
 for itself, which shows how it works and saves nothing.
 
-Cost: for each verify one forward of the drafting model for each level, and one of all drafts and a token,
-which appends one token to as many as there are levels, and one more. Shares steps: with other callers.
+Cost: for each verify one forward of the drafting model per level, and one of all drafts and a token, which
+appends 1 to levels + 1 tokens. Shares steps: with other callers.
 
     python clients/python/examples/token_tree.py [TARGET] [DRAFT_TARGET]
 """
