@@ -54,7 +54,7 @@ class GpuWeight(AnyGroupedWeight):
         super().__init__(outputs, inputs, dtype, within, taken)
         held = GpuFormat.of(self.form, is_float8=is_float8)
         row_bytes = held.row_bytes(self.shape[1])
-        # What is behind the inputs of a row must be finite.
+        # What is after the inputs of a row must be finite.
         self.data = empty(outputs * row_bytes).zero_().view(outputs, row_bytes)
         self.quantised = Quantised(held, table_of(held, self.data.device))
 

@@ -61,12 +61,12 @@ class HeldSamples:
             sample.cache_id, sample.catching_up = held.cache_id, None
 
     def most_prelaunched(self, sample: Sample, position: int, most: int) -> int:
-        """How many of `most` tokens a worker may append by itself behind the one at `position`."""
+        """How many of `most` tokens a worker may append by itself after the one at `position`."""
         held = sample.catching_up
         if held is not None:
             # A copy gets none that the caller's cache lacks.
             most = max(0, min(most, len(held.token_ids) - position - 1))
-        # The cache must not have tokens behind a stop text. One may be computed: only a request appends it.
+        # The cache must not have tokens after a stop text. One may be computed: only a request appends it.
         return min(most, 1) if sample.spec.stops else most
 
     def write_handle(self, held: HeldCache, chunk: runner_pb2.SampleChunk) -> None:

@@ -32,7 +32,7 @@ from service.text.text_model import TextModel
 from service.text.tokenizer import with_special_tokens
 
 _SEEDS = 1 << 64
-# More than the bytes of the longest bad word.
+# More tokens than the longest bad word has bytes.
 _MAX_WORD_TOKENS = 4 * items.MAX_STOP_CHARACTERS + 2
 
 
@@ -86,7 +86,7 @@ class PreparedItem:
         return Sample(self.spec, index, None if self.new_matcher is None else self.new_matcher())
 
     def options(self, sample: Sample, mask: bytes | None = None) -> bytes:
-        """The encoded output options for a step of a sample. `mask`: None: that of the first step.
+        """The encoded output options for a step of a sample. `mask`: None: the mask of the first step.
 
         Raises InvalidArgument if mask and rules leave no token.
         """
@@ -94,7 +94,7 @@ class PreparedItem:
         return last_row(output, sorted(self.spec.end_ids))
 
     def draft_options(self, sample: Sample, rows: int, masks: Sequence[bytes], draft_tokens: int) -> bytes:
-        """The same for a step that verifies a draft, or after which one is made; see `sampled_rows`."""
+        """The options for a step that verifies a draft, or asks for one; see `sampled_rows`."""
         return sampled_rows(self._output_of(sample, None), rows, masks, draft_tokens)
 
     def _output_of(self, sample: Sample, mask: bytes | None) -> types_pb2.OutputOptions:
@@ -113,7 +113,7 @@ class PreparedItem:
 
     @property
     def _forbidding(self) -> str:
-        """The field to name where every token is forbidden."""
+        """The field that the error names if every token is forbidden."""
         if self.new_matcher is not None:
             return "constraint"
         if self._output.HasField("mask"):
@@ -122,7 +122,7 @@ class PreparedItem:
 
 
 class ItemPreparer:
-    """Prepares items for the model that is served."""
+    """Prepares items for the served model."""
 
     def __init__(self, state: ServerState, text: TextModel) -> None:
         self._state = state
@@ -151,7 +151,7 @@ class ItemPreparer:
         if output.HasField("mask"):
             output.mask.CopyFrom(masks.shortened(output.mask, limits))
         _set_seed(output, item, kept_as, held)
-        # What may take long is last: templates, long texts and grammars.
+        # Last comes what may take long: templates, long texts and grammars.
         tokenizer = None if item.tokens_only else await self._text.tokenizer()
         if item.stop and tokenizer is None:
             raise InvalidArgument(
@@ -253,16 +253,16 @@ class ItemPreparer:
         except InvalidArgument as error:
             if reading is None or not reading.is_forced:
                 raise
-            # It is made of the schemas of the tools.
+            # The grammar was made of the schemas of the tools.
             raise error.at(TOOLS) from None
 
     async def _stop_ids(self, item: runner_pb2.ExecuteItem) -> Mapping[int, str]:
-        """The stop texts that are one special token, by its id: it never becomes text."""
+        """The stop texts that are a special token, which never becomes text, by its id."""
         special_ids = await self._text.special_ids() if item.stop else {}
         return {special_ids[stop]: stop for stop in item.stop if stop in special_ids}
 
     async def _bad_words(self, item: runner_pb2.ExecuteItem) -> Sequence[Sequence[int]]:
-        """The tokens of each, at the beginning of a text and behind a space."""
+        """The tokens of each bad word at the beginning of a text, and after a space."""
         words: list[Sequence[int]] = []
         for index, word in enumerate(item.bad_words):
             for text in (word.lstrip(), f" {word.lstrip()}"):
@@ -272,7 +272,7 @@ class ItemPreparer:
                     add_special_tokens=False,
                     field=f"bad_words[{index}]",
                 )
-                # Some tokenizers have a token for the space itself. It would forbid the same once more.
+                # If the space is a token of its own, this would forbid the same once more.
                 if text[0] != " " or (words and len(ids) == len(words[-1])):
                     words.append(ids)
         return words
@@ -283,7 +283,7 @@ class ItemPreparer:
 
 
 def _max_tokens(item: runner_pb2.ExecuteItem, prompt_tokens: int, limits: RequestLimits) -> int:
-    """The last token is never appended, so there is one more than a sequence has room for."""
+    """One more than a sequence has room for, since the last token is never appended."""
     room = limits.max_seq_tokens - prompt_tokens + 1
     return min(item.max_tokens or room, room)
 
@@ -306,11 +306,11 @@ def _output(item: runner_pb2.ExecuteItem) -> types_pb2.OutputOptions:
 def _set_seed(
     output: types_pb2.OutputOptions, item: runner_pb2.ExecuteItem, kept_as: str, held: HeldCache | None
 ) -> None:
-    """Sets the seed of draws, if the caller gives none and the same are to be drawn once more. Mutates it."""
+    """Sets the seed of `output` if the caller gives none and the same draws may be made once more."""
     if not output.HasField("sampling") or output.sampling.HasField("seed"):
         return
     if held is not None and items.is_in_place(item):
-        # As a Decode draws. A copy on which the same is generated again has another seed.
+        # The seed of a Decode. A copy, on which the same is generated again, has another seed.
         output.sampling.seed = held.seed
     elif kept_as:
         digest = hashlib.sha256(f"{kept_as}\x00{item.item_id}".encode()).digest()

@@ -149,7 +149,7 @@ _CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", " <｜tool▁calls▁end｜
 
 # The first whose marks a template has is used.
 TOOL_FORMATS = (
-    # The prompt ends behind the role, which a recipient may follow.
+    # The prompt ends after the role, which a recipient may follow.
     ToolFormat(
         "openai", ("<|start|>", "<|channel|>", "<|message|>"), ("<|start|>", "<|channel|>"),
         Arguments.MESSAGE, first="to=",

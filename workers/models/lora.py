@@ -126,7 +126,7 @@ class PackedLora:
     Attributes:
         projections: What it adds to each projection of the model, in their order; None: nothing.
         bytes: Its memory.
-        steering: [L, C] what it adds behind each layer; None: nothing.
+        steering: [L, C] what it adds after each layer; None: nothing.
         made_for: The model whose weights it depends on (DoRA); None: it depends on none.
     """
 

@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = ("Transformer", "Normalize")
 def read_pooling(directory: Path) -> str:
     """The pooling that a model's files name, with what follows it after a plus sign: "mean+Dense".
 
-    Of a cross-encoder "LogitScore", and behind colons its tokens for yes and for no.
+    Of a cross-encoder "LogitScore", and after colons its tokens for yes and for no.
 
     Empty: they name none. "unknown", with a warning in the log: they cannot be read.
     """
