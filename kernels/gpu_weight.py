@@ -60,7 +60,7 @@ class GpuWeight(AnyGroupedWeight):
 
     @property
     def compiled(self) -> None:
-        """None: it is not for the CPU."""
+        """None: the weight is on a GPU."""
         return None
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:

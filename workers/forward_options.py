@@ -103,7 +103,7 @@ def plain_output(data: bytes, sizes: ModelSizes) -> tuple[OutputSpec | None, boo
 
 @functools.lru_cache(_CACHED_OPTIONS)
 def plain_draw(data: bytes, seed: int, sizes: ModelSizes) -> OutputSpec | None:
-    """The same with the seed of a cache. Options of more caches than this remembers are not parsed again."""
+    """As `plain_output`, with the seed of a cache. Parsed options are remembered for all caches."""
     output, _ = plain_output(data, sizes)
     return None if output is None else _seeded(output, seed)
 

@@ -103,7 +103,7 @@ def _choose_device(config: WorkerConfig) -> str:
 
 
 def triton_problem() -> str:
-    """What keeps Triton from compiling kernels here. Empty: nothing."""
+    """Why Triton cannot compile kernels on this machine. Empty: it can."""
     # As Triton looks for it. It would say so in the middle of a warm-up, in a traceback.
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "GPU kernels need a C compiler, and there is none: install gcc or clang, or set CC"
@@ -119,7 +119,7 @@ def triton_problem() -> str:
 
 
 def _without_gpu_kernels(config: WorkerConfig) -> str:
-    """For what of the model there are no GPU kernels. Empty: nothing."""
+    """The setting for which there are no GPU kernels. Empty: there is none."""
     from workers.executors.loading import lacks_on_gpu
 
     if _kv_dtype(config) != "auto":
@@ -204,7 +204,7 @@ def _make_executor(
 
 
 def _stored(executor: ModelExecutor, model: Path | None, config: WorkerConfig) -> ModelExecutor:
-    """The executor, which stores its KV if it is configured to. Reads the weights at `model` again."""
+    """Lets an executor store its KV, if that is configured. Reads the weights at `model` again."""
     if config.kv_disk:
         from workers.executors.stored_kv import open_kv_disk
 
@@ -302,7 +302,7 @@ def _refusal(error: BaseException) -> str | None:
 
 
 def _for_clients(error: BaseException, model: str) -> str:
-    """The same without paths; "" if there is none."""
+    """As `_refusal`, without paths; "" if there is none."""
     from workers.models.errors import for_clients
 
     why = _refusal(error)

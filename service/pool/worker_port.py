@@ -119,7 +119,7 @@ class WorkerPort:
         self._leased: dict[tuple[str, int], MessageStream[worker_pb2.ConnectResponse]] = {}
 
     def join(self, gateway_id: str) -> None:
-        """Lets in the workers of a gateway id. The first call opens the port. Raises CannotListen."""
+        """Accepts the workers of a gateway id. The first call opens the port. Raises CannotListen."""
         if self._listener is None:
             if self._listen.startswith(UNIX):
                 self._listener = _unix_socket(self._listen)
@@ -268,7 +268,7 @@ class WorkerPort:
         task.add_done_callback(self._refusing.discard)
 
     def _refusal(self, hello: worker_pb2.Hello) -> str:
-        """Why it is not wanted here; empty: it is."""
+        """Why a worker is not accepted; empty: it is."""
         if hello.protocol != PROTOCOL:
             self._warn("a worker is of another version than this gateway")
             return "the gateway and the worker are of different versions"

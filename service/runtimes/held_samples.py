@@ -25,7 +25,7 @@ Ask = Callable[[Request], Awaitable[Any]]
 
 
 class HeldSamples:
-    """What a run does differently with items that continue a cache of the caller."""
+    """The parts of a run that differ for items which continue a cache of the caller."""
 
     def __init__(self, ask: Ask, caches: BatchCaches) -> None:
         self._ask, self._caches = ask, caches

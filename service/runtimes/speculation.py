@@ -62,7 +62,7 @@ class PromptLookup:
         return known
 
     def _followed_before(self) -> int | None:
-        """Where, in bytes, what followed the last tokens begins: the last time that they occurred."""
+        """The byte offset of what followed the latest earlier occurrence of the last tokens."""
         tokens = self._tokens
         for ngram in _NGRAMS:
             size = ngram * _TOKEN_BYTES

@@ -202,7 +202,7 @@ class Decoder(Adapted):
         )
 
     def _sublayers(self) -> list[Sublayer]:
-        """In order."""
+        """The sublayers of all layers, in order."""
         return [sublayer for layer in self.layers for sublayer in layer]
 
     def _parted(self) -> tuple[list[Sublayer], list[Sublayer]]:

@@ -68,7 +68,7 @@ class MtpHead:
 
     @property
     def state_shape(self) -> StateShape:
-        """What is kept of a sequence: the last hidden row."""
+        """The state that is kept of a sequence: the last hidden state."""
         weight = self._projection.weight
         return StateShape((1, weight.shape[0]), weight.dtype)
 

@@ -59,7 +59,7 @@ def makes_embeddings(directory: Path) -> bool:
 
 
 def _named(directory: Path, module: object) -> str:
-    """What a module does with hidden states. Empty: nothing. Raises ModelError."""
+    """The operation of a module on hidden states. Empty: none. Raises ModelError."""
     if not isinstance(module, Mapping) or not isinstance(module.get("type"), str):
         raise ModelError("a module has no type")
     kind = str(module["type"]).rpartition(".")[2]

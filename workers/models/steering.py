@@ -29,7 +29,7 @@ class SteeredRows:
         self._sets_of_rows = sets[self._rows]  # [n]
 
     def of(self, wanted_rows: torch.Tensor) -> SteeredRows:
-        """The same for some rows of the forward, in their order."""
+        """The vectors for some rows of the forward, in their order."""
         return SteeredRows(self._sets.index_select(0, wanted_rows), self._vectors)
 
     def add(self, x: torch.Tensor, layer: int) -> None:

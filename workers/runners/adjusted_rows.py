@@ -49,7 +49,7 @@ _NO_ROW = -1
 
 
 class Adjustments(NamedTuple):
-    """What a batch needs, on the host.
+    """The adjustments that a batch needs, on the host.
 
     Attributes:
         which: The rows, those with masks first.
@@ -110,7 +110,7 @@ class AdjustedRows:
         self._num_biases = 0
 
     def prepare(self, batch: Sequence[SamplingRow], which: Sequence[int]) -> Adjustments | None:
-        """What these rows of a batch need. None: there is no room for their biases or histories."""
+        """The adjustments of these rows of a batch. None: there is no room for their biases or histories."""
         key = which, [batch[index].spec for index in which]
         stays = not any(batch[index].mask or _has_penalty(batch[index]) for index in which)
         if stays and key == self._loaded:
