@@ -32,7 +32,7 @@ EXIT_FAILED = 1
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 STOP_TIMEOUT_S = 1.0
 WEIGHTLESS_MODEL = "paged-attention"
-# With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
+# With fewer parameters per thread, waking the threads takes longer than a step, and idle threads spin.
 LEAST_PARAMETERS_PER_THREAD = 2_000_000
 
 _log = get_logger("workers")
@@ -50,10 +50,10 @@ def configure_logging(config: WorkerConfig, **more: object) -> None:
 
 
 class Parent:
-    """Ends this process with the one that has started it, whose end of standard input closes then.
+    """Ends this process when its parent ends, which closes the parent's end of standard input.
 
-    On Linux the kernel also kills this process when that one's main thread, which started it, ends: even
-    while it is stopped. If it ended before that was set up, standard input is closed.
+    On Linux the kernel also kills this process when the parent's main thread ends, even while this process is
+    stopped. If the parent ended before that was set up, standard input is closed already.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Parent:
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def outlive(self) -> None:
-        """Does so no more."""
+        """From now on, does not end with its parent."""
         self._ends_this = False
         set_death_signal(0)
 
@@ -162,7 +162,7 @@ def _make_executor(
             )
         from workers.executors.weightless import PagedAttentionExecutor
 
-        # Its operations are too short for a second thread.
+        # Operations are too short for a second thread.
         torch.set_num_threads(1)
         return _stored(PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config)), None, config)
     from workers.executors.llm import LlmExecutor
