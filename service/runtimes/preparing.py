@@ -22,7 +22,7 @@ from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, WeightsChanged
 from service.runtimes import items
-from service.runtimes.answer_parts import TOOLS, Reading, encoded_prompt, formats_of_model, reading_of
+from service.runtimes.answer_parts import TOOLS, Parsing, encoded_prompt, formats_of_model, parsing_of
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
@@ -157,13 +157,13 @@ class ItemPreparer:
             raise InvalidArgument(
                 "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
             )
-        item, reading = reading_of(item, formats_of_model(self._state))
+        item, parsing = parsing_of(item, formats_of_model(self._state))
         context = array("I") if held is None else held.token_ids[: held.position]
-        prompt, reading = await self._prompt(item, reading, limits, context)
-        if reading is not None:
+        prompt, parsing = await self._prompt(item, parsing, limits, context)
+        if parsing is not None:
             # A kept sample that is resumed gets the same ids for its tool calls.
             key = f"{kept_as}\0{item.item_id}" if kept_as else secrets.token_hex()
-            reading = replace(reading, call_key=key)
+            parsing = replace(parsing, call_key=key)
         if held is not None:
             prompt = context + prompt
             if len(prompt) > limits.max_seq_tokens:
@@ -171,12 +171,12 @@ class ItemPreparer:
         stop_ids = await self._stop_ids(item)
         end_ids = self._end_ids(item).union(stop_ids)
         rules = token_rules(item.min_tokens, end_ids, await self._bad_words(item))
-        new_matcher = await self._matcher(item, reading, end_ids)
+        new_matcher = await self._matcher(item, parsing, end_ids)
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
             first_mask = await matcher.in_turn(matcher.allowed)
-        has_special = item.special_tokens_in_text or (reading is not None and reading.has_special_tokens)
+        has_special = item.special_tokens_in_text or (parsing is not None and parsing.has_special_tokens)
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.
             raise WeightsChanged(can_be_repeated=True)
@@ -196,7 +196,7 @@ class ItemPreparer:
                 max_draft_tokens=_max_draft_tokens(item),
                 has_draft_model=self._has_draft_model(item),
                 rules=rules,
-                reading=reading,
+                parsing=parsing,
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -224,13 +224,13 @@ class ItemPreparer:
     async def _prompt(
         self,
         item: runner_pb2.ExecuteItem,
-        reading: Reading | None,
+        parsing: Parsing | None,
         limits: RequestLimits,
         context: array[int],
-    ) -> tuple[array[int], Reading | None]:
+    ) -> tuple[array[int], Parsing | None]:
         """See `encoded_prompt`."""
-        prompt, reading = await encoded_prompt(
-            item, reading, self._text, max_tokens=limits.max_seq_tokens, context=context
+        prompt, parsing = await encoded_prompt(
+            item, parsing, self._text, max_tokens=limits.max_seq_tokens, context=context
         )
         try:
             validation.check_tokens(prompt, limits)
@@ -239,10 +239,10 @@ class ItemPreparer:
             kind = item.WhichOneof("prompt")
             where = f"{kind}.{error.field}" if kind in ("tokens", "cache") else str(kind)
             raise error.at(where) from None
-        return array("I", prompt), reading
+        return array("I", prompt), parsing
 
     async def _matcher(
-        self, item: runner_pb2.ExecuteItem, reading: Reading | None, end_ids: frozenset[int]
+        self, item: runner_pb2.ExecuteItem, parsing: Parsing | None, end_ids: frozenset[int]
     ) -> Callable[[], Matcher] | None:
         kind = item.constraint.WhichOneof("kind")
         if kind is None or kind == "mask":
@@ -251,7 +251,7 @@ class ItemPreparer:
         try:
             return await self._text.constraint(kind, grammar, end_ids, vocab_size)
         except InvalidArgument as error:
-            if reading is None or not reading.is_forced:
+            if parsing is None or not parsing.is_forced:
                 raise
             # The grammar was made of the schemas of the tools.
             raise error.at(TOOLS) from None

@@ -15,7 +15,7 @@ from google.rpc import status_pb2
 from quire.detokenizer import Detokenizer, TokenDecoder
 from quire.v1 import runner_pb2, types_pb2
 
-from service.runtimes.answer_parts import Divider, Reading
+from service.runtimes.answer_parts import ChunkParser, Parsing
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.speculation import Drafter
 from service.runtimes.token_rules import FOR_EVER, TokenRules
@@ -53,8 +53,8 @@ class SampleSpec:
     has_draft_model: bool = False
     # Which tokens are forbidden. None: no rules.
     rules: TokenRules | None = None
-    # How its text is divided into parts. None: it is not.
-    reading: Reading | None = None
+    # How its text is parsed into parts. None: it is not.
+    parsing: Parsing | None = None
 
     @property
     def has_condition(self) -> bool:
@@ -87,7 +87,7 @@ class Sample:
             if matcher is not None:
                 # A constrained text does not complete a character that the prompt has begun.
                 self._detokenizer.flush()
-        self._divider = None if spec.reading is None else Divider(spec.reading, index)
+        self._parser = None if spec.parsing is None else ChunkParser(spec.parsing, index)
         self.drafter: Drafter | None = None
         # No drafts with both rules and a grammar: together they may allow no token after a draft. Nor with a
         # condition: it would be checked only after later tokens were appended.
@@ -155,7 +155,7 @@ class Sample:
         """A copy that finds the end according to tokens alone."""
         # ruff: disable[SLF001] - of its own class
         ahead = copy.copy(self)
-        ahead.matcher = ahead.drafter = ahead._divider = None
+        ahead.matcher = ahead.drafter = ahead._parser = None
         ahead._last, ahead._stops = self._last.copy(), copy.copy(self._stops)
         ahead._detokenizer = None if self._detokenizer is None else self._detokenizer.copy()
         # ruff: enable[SLF001]
@@ -198,8 +198,8 @@ class Sample:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
         elif output is not None and (met := self._condition_met(output)):
             self._finish(chunk, met)
-        elif self._divider is not None:
-            self._divider.divide(chunk)
+        elif self._parser is not None:
+            self._parser.parse(chunk)
         return chunk
 
     def _add_output(
@@ -265,5 +265,5 @@ class Sample:
             chunk.usage.accepted_draft_tokens = self.drafter.accepted
         # Own hardware has no price per token.
         chunk.usage.cost_usd = 0
-        if self._divider is not None:
-            self._divider.divide(chunk)
+        if self._parser is not None:
+            self._parser.parse(chunk)

@@ -10,7 +10,7 @@ import pytest
 from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
-from service.runtimes.answer_parts import reading_of
+from service.runtimes.answer_parts import parsing_of
 from service.text.output_formats import OutputFormats
 
 CONSTANT = {"properties": {}, "$ref": "#/x", "$schema": "y"}
@@ -20,7 +20,7 @@ REFERRING = {"$defs": {"A": {"const": 1}}, "properties": {"a": {"$ref": "#/$defs
 def forced(parameters: Any, name: str = "f") -> runner_pb2.ExecuteItem:
     tools = [{"function": {"name": name, "parameters": parameters}}]
     asked = runner_pb2.AnswerParts(tools_json=json.dumps(tools), tool_choice=runner_pb2.TOOL_CHOICE_REQUIRED)
-    return reading_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))[0]
+    return parsing_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))[0]
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_an_unknown_choice_is_refused() -> None:
     asked = runner_pb2.AnswerParts()
     asked.tool_choice = 99  # type: ignore[assignment]  # of a newer client
     with pytest.raises(InvalidArgument) as refused:
-        reading_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))
+        parsing_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))
     assert (refused.value.reason, refused.value.field) == ("BAD_TOOL_CHOICE", "answer_parts.tool_choice")

@@ -13,7 +13,7 @@ import pytest
 from quire.v1 import runner_pb2, types_pb2
 
 from service.errors import QuireError
-from service.runtimes.answer_parts import formats_of_model, reading_of
+from service.runtimes.answer_parts import formats_of_model, parsing_of
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.items import failures
 from service.runtimes.preparing import ItemPreparer
@@ -78,7 +78,7 @@ class Writer(FakeRuntime):
     @property
     def schema(self) -> Any:
         """What the answer has to be valid under."""
-        return json.loads(reading_of(self.items[0], self.formats)[0].constraint.json_schema)
+        return json.loads(parsing_of(self.items[0], self.formats)[0].constraint.json_schema)
 
 
 @asynccontextmanager
