@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 _NO_TOKENS: array[int] = array("I")
 TOOLS = "chat.tools_json"
-# More than those of a marker.
+# More tokens than a marker has.
 _LAST_TOKENS = 32
-# Decoded at once, in about a millisecond.
+# How many tokens are decoded at once: about a millisecond.
 _SLICE_TOKENS = 4096
 _Schema = Mapping[str, Any]
 _NO_ARGUMENTS: _Schema = {"properties": {}}
-# Keywords whose schemas are true of the value that the schema around them is true of.
+# Keywords whose schemas apply to the same value as the schema around them.
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
-# Keywords whose values have schemas under names of the caller's, and those whose values are none.
+# Keywords whose values are schemas by names that the caller chose; and those whose values are no schemas.
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 _NO_SCHEMAS = frozenset({"const", "enum", "default", "examples", "required", "type"})
 _NOT_CLOSED = _COMBINING | {"$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"}
@@ -120,8 +120,8 @@ class ChunkParser:
 
 
 def formats_of_model(state: ServerState) -> OutputFormats:
-    """How the served model writes calls and thoughts. Raises NoWorker."""
-    # Templates by name, of which one may be for chats with tools only.
+    """The formats in which the served model writes calls and thoughts. Raises NoWorker."""
+    # All named templates: one may be only for chats with tools.
     templates = "".join(state.first_ready.chat_template.sources.values())
     return formats_of(templates, state.config.tool_call_parser, state.config.reasoning_parser)
 
@@ -129,7 +129,7 @@ def formats_of_model(state: ServerState) -> OutputFormats:
 def parsing_of(
     item: runner_pb2.ExecuteItem, model: OutputFormats
 ) -> tuple[runner_pb2.ExecuteItem, Parsing | None]:
-    """An item as it is run, a copy if calls are forced or hidden; and how its samples are parsed, if they are.
+    """An item as it is run (a copy if calls are forced or hidden), and how its samples are parsed, if at all.
 
     Raises InvalidArgument.
     """
@@ -172,10 +172,10 @@ async def encoded_prompt(
     max_tokens: int,
     context: array[int] = _NO_TOKENS,
 ) -> tuple[Sequence[int], Parsing | None]:
-    """The tokens of the prompt of an item as it is run, and what these and the tokenizer say of the parsing.
+    """The tokens of an item's prompt, and the parsing completed by what prompt and tokenizer determine.
 
-    Thoughts are ended in the prompt if samples must have none. `context`: the tokens before the prompt, of a
-    cache. Raises as `TextModel.encode_chat`.
+    If samples must have no thoughts, the prompt ends those that it begins. `context`: the tokens of a cache
+    before the prompt. Raises as `TextModel.encode_chat`.
     """
     kind = item.WhichOneof("prompt")
     tokens: Sequence[int]
@@ -195,7 +195,7 @@ async def encoded_prompt(
     special = special_ids.keys()
     if not item.special_tokens_in_text and markers & special:
         parsing = replace(parsing, has_special_tokens=True, dropped=frozenset(special - markers))
-    # One that is too long is refused.
+    # A prompt that is too long will be refused.
     if (form := parsing.thoughts) is None or len(tokens) > max_tokens:
         return tokens, parsing
     read = context + array("I", tokens) if context else tokens
