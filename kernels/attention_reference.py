@@ -112,7 +112,7 @@ def _gather(
     """Copy the pages that a group needs.
 
     Returns:
-        Keys [B, L, K, D] and values [B, L, K, V], zero behind the end of shorter items; and the number of
+        Keys [B, L, K, D] and values [B, L, K, V], zero after the end of shorter items; and the number of
         positions of each item. The last position is the last token of the item.
     """
     page_size = k_pages.shape[1]

@@ -1,4 +1,4 @@
-"""What the parts of quantised rows stand for, as the formats define it.
+"""Dequantises: the numbers that the parts of quantised rows stand for, as the formats define it.
 
 Dimension letters: n rows; I inputs; G groups; H groups, or half groups where these have scales.
 """

@@ -75,7 +75,7 @@ class GatedDeltaWeights:
         return [inner, 2 * self.keys + inner, len(self.decays), len(self.dt_bias)]
 
     def compiled(self) -> cpu.GatedDeltaWeights:
-        """What the CPU's kernels read, as long as these tensors are there."""
+        """The arguments of the CPU's kernels, valid as long as these tensors exist."""
         tensors = (self.taps, self.dt_bias, self.decays, self.norm)
         return cpu.GatedDeltaWeights(
             *(each.data_ptr() for each in tensors),

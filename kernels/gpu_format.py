@@ -124,5 +124,5 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def table_of(form: GpuFormat, device: torch.device) -> torch.Tensor | None:
-    """What places stand for: [16] float32; None: values are numbers."""
+    """[16] float32, the numbers that codes stand for. None: values are numbers themselves."""
     return torch.tensor(TABLES[form.table], dtype=torch.float32, device=device) if form.table else None

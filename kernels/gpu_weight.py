@@ -54,13 +54,13 @@ class GpuWeight(AnyGroupedWeight):
         super().__init__(outputs, inputs, dtype, within, taken)
         held = GpuFormat.of(self.form, is_float8=is_float8)
         row_bytes = held.row_bytes(self.shape[1])
-        # What is behind the inputs of a row must be finite.
+        # What is after the inputs of a row must be finite.
         self.data = empty(outputs * row_bytes).zero_().view(outputs, row_bytes)
         self.quantised = Quantised(held, table_of(held, self.data.device))
 
     @property
     def compiled(self) -> None:
-        """None: it is not for the CPU."""
+        """None: the weight is on a GPU."""
         return None
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:

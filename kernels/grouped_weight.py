@@ -203,7 +203,7 @@ class GroupedWeight(AnyGroupedWeight):
         return torch.cat([self.rows(part) for part in torch.split(torch.arange(len(self)), _PART_ROWS)])
 
     def parts(self, indices: torch.Tensor) -> Parts:
-        """What some rows consist of."""
+        """The parts of some rows."""
         return self._layout.read(self.data, indices)
 
 

@@ -33,7 +33,7 @@ def latent_rope_kv_write(
     """Write latents and keys to their slots, and rotate queries. Mutates only these slots of `pages`.
 
     Args:
-        rows: [T, L + R], latents and behind them what is rotated of keys; float32, bfloat16 or float16; any
+        rows: [T, L + R], latents and after them what is rotated of keys; float32, bfloat16 or float16; any
             strides but the last, which is 1.
         queries: [T, H, N + R], dtype of rows, heads contiguous. None: only the pages are written.
         norm: [L], dtype of rows.

@@ -28,7 +28,7 @@ class DenseWeight(Weight):
 
     @property
     def compiled(self) -> None:
-        """None: compiled kernels read no plain matrices."""
+        """None: compiled kernels do not read plain matrices."""
         return None
 
     @property

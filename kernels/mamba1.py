@@ -44,7 +44,7 @@ class Mamba1Weights:
         return [inner, inner, inner, state_width, state_width]
 
     def compiled(self) -> cpu.Mamba1Weights:
-        """What the CPU's kernels read, as long as these tensors are there."""
+        """The arguments of the CPU's kernels, valid as long as these tensors exist."""
         heads, state_width, head_width = self.decays.shape
         tensors = (self.dt_bias, self.decays, self.direct)
         return cpu.Mamba1Weights(*(each.data_ptr() for each in tensors), heads, head_width, state_width)

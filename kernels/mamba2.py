@@ -65,7 +65,7 @@ class Mamba2Weights:
         return [self.inner, *[self.groups * self.state_width] * 2]
 
     def compiled(self) -> cpu.Mamba2Weights:
-        """What the CPU's kernels read, as long as these tensors are there."""
+        """The arguments of the CPU's kernels, valid as long as these tensors exist."""
         heads = len(self.decays)
         return cpu.Mamba2Weights(
             self.taps.data_ptr(),

@@ -30,7 +30,7 @@ from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues, Pages
 CUDA_WIDTHS = (64, 80, 96, 128, 256)
 # The supported pairs of different widths of keys and values: DeepSeek's latent attention in its plain form.
 CUDA_WIDTH_PAIRS = ((192, 128),)
-# The widest values that are in their keys, and the most elements of a key behind its value.
+# The widest values that are in their keys, and the most elements of a key after its value.
 CUDA_LATENT_WIDTHS = (512, 64)
 
 

@@ -38,7 +38,7 @@ class PermutedWeight(Weight):
 
     @property
     def compiled(self) -> None:
-        """None: compiled sublayers do not reorder."""
+        """None: compiled sublayers do not reorder inputs."""
         return None
 
     def multiply(

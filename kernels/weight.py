@@ -1,4 +1,4 @@
-"""What a projection multiplies by: a matrix, whatever its layout in memory.
+"""The weight of a projection: a matrix, whatever its layout in memory.
 
 Each layout is a class: `kernels.linear.DenseWeight`, and those that compiled kernels of the CPU read.
 
@@ -47,7 +47,7 @@ class Weight(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device that has it."""
         return self.data.device
 
     @property
@@ -57,11 +57,11 @@ class Weight(ABC):
 
     @property
     def compiled(self) -> list[CompiledPart] | None:
-        """What the compiled kernels of the CPU read, one after the other; None: they cannot read it."""
+        """What the CPU's compiled kernels read, in order. None: they cannot read this layout."""
         return [CompiledPart(self.data.data_ptr(), None, len(self))]
 
     def part(self, first: int) -> tuple[Weight, int]:
-        """What has a row in memory, and which row that is there. See `kernels.stacked_weight`."""
+        """The weight that has a row in memory, and the row's index there. See `kernels.stacked_weight`."""
         return self, first
 
     @property
@@ -95,5 +95,5 @@ class Weight(ABC):
         """The matrix [O, I] in `dtype`; a new tensor, unless it is plain."""
 
     def packed(self) -> Weight:
-        """The same weight as the kernels of its device read it. It may take over the memory of this one."""
+        """The same weight in the layout of its device's kernels. It may take over the memory of this one."""
         return self

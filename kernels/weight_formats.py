@@ -55,7 +55,7 @@ HeldFormat = WeightFormat | OnGpu
 
 
 def unrounded(form: HeldFormat | None) -> HeldFormat | None:
-    """The same in a CPU's memory, for products with rows that are not rounded."""
+    """The same format in a CPU's memory, for products whose rows are not rounded."""
     if isinstance(form, PermutedFormat):
         return PermutedFormat(dataclasses.replace(form.within, rounds_rows=False))
     return dataclasses.replace(form, rounds_rows=False) if isinstance(form, GroupFormat) else form

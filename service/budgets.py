@@ -1,11 +1,12 @@
-"""What calls hold at the same time, in bytes or in number: the limits of the server, and each tenant's share.
+"""Limits on what all calls hold at a time, in bytes or in number; and each tenant's share of them.
 
-Every such limit is a named `Budget` of `Budgets`. It is taken before the work is done, which is refused with
-the budget's error if there is no room, and given back whatever comes of the work. A tenant has a `Budgets` of
-its own, whose budgets are its shares.
+Every such limit is a named `Budget` of `Budgets`. A call takes an amount before it does the work, and gives
+it back in any case. If there is no room, it is refused with the budget's error. Each tenant has `Budgets` of
+its
+own: its shares.
 
-Not here: its quotas, which the operator sets (`caches/tenants.py`), and what is waited for and never refused
-(`turns.py`).
+Not here: the quotas of tenants, which the operator sets (`caches/tenants.py`), and resources that calls wait
+for instead of being refused (`turns.py`).
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from service.errors import (
 )
 from service.turns import share_of
 
-# Answers of at most this size count once: the call itself takes as much, and the number of calls has a limit.
+# Answers of at most this size count once: the call itself takes as much, and the number of calls is limited.
 SMALL_BYTES = 4096
-# How often a larger answer is in memory, until its client has read it: the message, which is made while the
-# worker's is still there, the same serialized, and in gRPC's buffer.
+# The copies of a larger answer in memory until the client has read it: the message (made while the worker's
+# still exists), its serialized form, and gRPC's buffer.
 COPIES = 3
 
 
 def in_memory(answer_bytes: int) -> int:
-    """The memory of an answer with so many bytes, all copies together."""
+    """The memory that an answer of `answer_bytes` takes, with all copies."""
     return answer_bytes if answer_bytes <= SMALL_BYTES else COPIES * answer_bytes
 
 
@@ -49,15 +50,15 @@ class Call(Protocol):
 
 
 class Budget:
-    """Counts what is held of one thing. A tenant's share counts in the whole, too."""
+    """Counts what is held of one resource. What a tenant's share holds counts in the whole, too."""
 
     def __init__(
         self, most: int, error: type[BudgetFull], *, small: int = 0, leaves_half: bool = False
     ) -> None:
-        """`error`: why more is refused. `small`: amounts up to this do not wait for larger ones.
+        """`error`: raised if there is no room. `small`: larger amounts leave room for amounts up to this.
 
-        leaves_half: a tenant has at most half of what others leave, so that two tenants cannot have all.
-        Otherwise it has at most half of all.
+        leaves_half: a tenant gets at most half of what others leave, so that two tenants cannot take all.
+        Otherwise it gets at most half of all.
         """
         self.most = most
         self.used = 0
@@ -66,7 +67,7 @@ class Budget:
         self.small = small
         self._error = error
         self._leaves_half = leaves_half
-        # What this is a tenant's share of, and the shares where something is counted.
+        # The budget of which this is a tenant's share; and the shares of this that hold something.
         self._whole: Budget | None = None
         self._holding: set[Budget] = set()
 
@@ -78,7 +79,7 @@ class Budget:
         return share
 
     def require(self, amount: int = 1, own: int = 0) -> None:
-        """Raises the error if there is no room for more. `own`: what the same call holds by now.
+        """Raises the error if there is no room for `amount`. `own`: what the same call already holds.
 
         An amount that could never fit is admitted if it is the only one that is not small.
         """
@@ -104,7 +105,7 @@ class Budget:
     def take(self, amount: int = 1, own: int = 0) -> None:
         """Counts more. Raises as `require`."""
         whole, is_large = self._whole, amount > self.small
-        # This runs for each token: for a small amount that fits it calls nothing, but to count for a tenant.
+        # This runs for each token: without tenants, a small amount that fits takes no further call.
         if (
             is_large
             or self.used - self.large + amount > self.most
@@ -119,7 +120,7 @@ class Budget:
                 self.large += amount
 
     def adjust(self, amount: int, *, is_large: bool = False) -> None:
-        """Counts more, without a check; or less, if negative. `is_large`: of amounts that are not small."""
+        """Adds `amount`, which may be negative, without a check. `is_large`: it is not a small amount."""
         self.used += amount
         if is_large:
             self.large += amount
@@ -148,7 +149,7 @@ class Budget:
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the limit is reached: its own, or that of all for a tenant with at least an equal share."""
+        """Whether its own limit is reached; or the whole's, and this has at least an equal share of it."""
         if self.used >= self.most:
             return True
         whole = self._whole

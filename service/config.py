@@ -50,7 +50,7 @@ class ExtensionSettings:
         raise NotImplementedError
 
     def open_server(self, config: Config) -> Callable[[], int] | None:  # noqa: ARG002 - for subclasses
-        """What serves in place of a gateway in this process, if these settings ask for it.
+        """The server that runs instead of a gateway in this process, if these settings ask for one.
 
         It serves until a signal, and returns the exit status. Both raise ConfigError.
         """
@@ -81,7 +81,7 @@ class ExtensionUnusable(ValueError):
 
 
 def failed_extension(name: str, error: Exception) -> ExtensionUnusable:
-    """What to say of an extension that has raised an error: for its author also where."""
+    """The message about an extension that raised an error, with the place, for its author."""
     points = importlib.metadata.entry_points(group=EXTENSIONS, name=name)
     packages = " and ".join(point.dist.name for point in points if point.dist is not None)
     frames = traceback.extract_tb(error.__traceback__)
@@ -404,7 +404,7 @@ class Config:
         return next((one for one in self.extensions if isinstance(one, owner)), None) or owner()
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
-        """The same but for these values of settings, also of extensions."""
+        """A copy with these values of settings, which may be those of extensions."""
         by_owner: dict[type[Any], dict[str, Any]] = {}
         for name, value in values.items():
             by_owner.setdefault(all_settings()[name].owner, {})[name] = value
@@ -420,7 +420,7 @@ class Config:
         }
 
     def ports(self) -> Iterator[tuple[Setting, int, str]]:
-        """What this server listens on: the setting, the gateway's index, and the address."""
+        """The addresses that this server listens on: (setting, index of the gateway, address)."""
         values = self.values()
         for name, one in all_settings().items():
             if one.port is not None and (address := values[name]):
@@ -439,7 +439,7 @@ class Config:
 
     @property
     def max_caches(self) -> int:
-        """In total: one takes 2.4 kB of memory beside its tokens, and the journal counts 664 of them."""
+        """One takes 2.4 kB of memory beside its tokens, of which the journal counts 664 bytes."""
         return min(max(1, self.max_journal_bytes // (4 << 10)), _MOST_CACHES)
 
     @property

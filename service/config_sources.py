@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What all sources say. A setting that is refused has its default in `config`.
+    """The settings of all sources. A setting that is refused has its default in `config`.
 
     `sources`: of each value that was taken, a flag, a variable or the path of the file.
     """
@@ -147,7 +147,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _port_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about ports, also of those that come from a setting and the number of a gateway."""
+    """As `_conflicts`, for ports, including those that follow from a setting and a gateway's number."""
     taken: list[tuple[str, str]] = []
     is_secure = bool(config.tls_cert) or config.insecure == "on"
     # Further ports that follow from a setting are refused, rather than those that are given.
@@ -189,7 +189,7 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _weight_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about what other weights than the model's, as they are, cannot do yet."""
+    """As `_conflicts`, for what does not work yet with weights that are changed when they are loaded."""
     native = "needs a model that native code runs: model_backend = native"
     on_one_rank = "needs a model that is not split: tensor_parallel = 1"
     with_weights = "needs a model that has weights"

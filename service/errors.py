@@ -235,7 +235,7 @@ class QueueFull(QuireError, code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
 
 
 class BudgetFull(QuireError, code="RESOURCE_EXHAUSTED"):
-    """As much of something is held as the server, or the tenant, may have: see `budgets`."""
+    """The server, or the tenant, holds as much of a resource as it may: see `budgets`."""
 
     # What is held, with places for the limit and for whose it is.
     message = "{limit}{of_tenant} are held"

@@ -55,7 +55,7 @@ _ONLY_ONE = ("launcher", "runtimes", "journal", "open_home")
 
 
 class RuntimeSource(Protocol):
-    """What runs whole texts beside this server's workers."""
+    """Runtimes that generate whole texts, beside this server's workers."""
 
     def open_router(self, local: Runtime, values: StoredValues) -> Router:
         """The router of all runtimes, the given one first. Called once.
@@ -109,7 +109,7 @@ class OtherGateways(Protocol):
 
     @property
     def shards(self) -> OtherShards:
-        """What answers calls for caches that they have."""
+        """The other gateways' shards, which answer calls for their caches."""
 
     def further_shards(self) -> Sequence[ServedShard]:
         """The shards that this gateway has now beside its first one."""

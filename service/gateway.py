@@ -112,7 +112,7 @@ class Gateway:
         self._ready_fields: dict[str, str] = {}
 
     def _connect(self) -> OtherGateways | None:
-        """Lets this gateway answer for all shards, with the help of the others. None: there are none."""
+        """Connects to the other gateways, so that this one answers for all shards. None: there are none."""
         found = (one.connect(self.core, self.state) for one in self.extensions)
         others = next((one for one in found if one is not None), None)
         if others is not None:
@@ -146,7 +146,7 @@ class Gateway:
         )
 
     def _new_runner(self, core: Core, runtimes: RuntimeSource | None = None) -> RunnerApi:
-        """What runs whole texts on a shard, and with `runtimes` elsewhere. Raises ConfigError."""
+        """The API that runs whole texts on a shard, or on other `runtimes`. Raises ConfigError."""
         local = self._local_runtime(core)
         router = Router([local]) if runtimes is None else runtimes.open_router(local, core.values)
         executions = Executions(router, core.state, core.caches.index.idempotency)

@@ -31,7 +31,7 @@ _ADVICE = "use the original model, or one in a format of docs/models.md"
 
 
 def refusal(config: Config) -> str:
-    """What keeps a model from being served; "": nothing, as far as it is seen here."""
+    """Why a model cannot be served; "": nothing was found here."""
     if config.has_remote_workers:
         return ""
     return _gguf_files_problem(config) or quantised_problem(config)
@@ -41,7 +41,7 @@ def refusal(config: Config) -> str:
 
 
 def quantised_problem(config: Config) -> str:
-    """What keeps quantised weights of a directory from being served as is asked for; "": nothing."""
+    """Why the quantised weights of a directory cannot be served as requested; "": they can."""
     directory = Path(config.model)
     if problem := quantised(directory):
         return problem
@@ -108,7 +108,7 @@ def _header(file: Path) -> bytes:
 
 
 def _gguf_files_problem(config: Config) -> str:
-    """What keeps a GGUF file from being served; "": nothing, or it is none."""
+    """Why a GGUF file cannot be served; "": it can, or it is none."""
     try:
         files = model_files(Path(config.model))
         if files is None:

@@ -18,7 +18,7 @@ WEIGHTLESS_MODEL = "paged-attention"
 # The ids that the hub allows. None of them leads elsewhere when used in a path.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 MAX_HUB_ID = 96
-# What names one of the GGUF files of a repository, behind a colon.
+# What names one of the GGUF files of a repository, after a colon.
 _FORMAT = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 MODELS = (
     f"{', '.join(SHIPPED_MODELS)}, {WEIGHTLESS_MODEL}, a directory with config.json or one GGUF model, a GGUF"

@@ -1,4 +1,4 @@
-"""What values a setting can have: the rules that fields of `Config` name, and how addresses are read."""
+"""The values that settings can have: rules that fields of `Config` name, and how addresses are read."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ Conflict: TypeAlias = tuple[tuple[str, ...], str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Port:
-    """What is true of a setting that is an address to listen on.
+    """The properties of a setting that is an address to listen on.
 
     Attributes:
         needs_tls: Unless only this machine can reach it.

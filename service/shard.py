@@ -61,7 +61,7 @@ def shard_of(cache_id: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OpenShard:
-    """What a core begins with.
+    """A shard that was opened, with which a core begins.
 
     Attributes:
         caches: Those that were read from the journal.

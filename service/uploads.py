@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 from service import durable_file
 from service.errors import InvalidArgument, MessageTimeout
 from service.temporary_directory import TemporaryDirectory
-from workers.common.regular_files import open_regular
-from workers.common.trusted import make_private
+from workers.common.trusted import make_private, open_regular
 
 # What uploads leave free on the disk, for the journal.
 RESERVE_BYTES = 1 << 30

@@ -1,17 +1,17 @@
-"""Drafts of a second, smaller model: the tokens that it expects behind those that were chosen.
+"""Drafts tokens with a second, smaller model.
 
-A forward that asks for drafts (`Forward.draft_tokens`) is answered with them, and its caller lets the next
-forward of that sequence verify them. So all rows of a step that draft do it together, behind the step, and a
-caller sends one command for each verify.
+The answer to a forward that asks for drafts (`Forward.draft_tokens`) contains them, and its caller lets the
+next forward of that sequence verify them. So all rows of a step draft together, after the step, and a caller
+sends one command for each verify.
 
-**Drafts are hints.** A wrong one costs time, a missing one too, and neither changes a text. So the KV of the
-draft model is nobody's state: it is not stored, moved or journaled, and each sequence of it may be dropped at
-any time. It follows the model's sequence of the same number when that drafts: what both have in common stays,
-the rest is cut, and what is missing is computed, in parts beside which others need not wait long. So forks,
-truncations, rejected drafts, evictions and replays need no word from anybody.
+**Drafts are hints.** A wrong or missing one costs time, but never changes a text. So the KV of the draft
+model is not stored, moved or journaled, and any of its sequences may be dropped at any time. When a sequence
+of the model drafts, the draft model's sequence with the same number is first brought up to date: the common
+prefix stays, the rest is cut, and what is missing is computed, in parts so that others do not wait long. So
+forks, truncations, rejected drafts, evictions and replays need no notification.
 
-What it draws, it draws with the settings, seed and position of the row that will verify it. Draws are a
-function of these (ADR 4), so where both models see similar distributions they choose the same token.
+A draft is drawn with the settings, seed and position of the row that will verify it. Draws are a function of
+these (ADR 4), so where both models have similar distributions they choose the same token.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ Tokens = NDArray[np.int64]
 
 
 class Drafts(Protocol):
-    """What drafts behind a step: a draft model, or the model's own head (`head_drafting`)."""
+    """Drafts after a step: with a draft model, or with the model's own head (`head_drafting`)."""
 
     @property
     def tables(self) -> Sequence[KvTable]:
-        """Its own sequences and pages, beside those of the model."""
+        """The tables of its own sequences and pages, beside that of the model."""
 
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        """Sets the `drafts` of forwards that are complete: at most as many as each asks for.
+        """Sets the `drafts` of complete forwards: for each at most as many as it asks for.
 
         Args:
             forwards: Of different sequences.
-            table: That of the model they ran on.
-            until_ns: After this time.monotonic_ns() no further token is drafted. None: all are.
+            table: The table of the model they ran on.
+            until_ns: After this time.monotonic_ns() no further token is drafted. None: no limit.
 
-        Raises what a step raises: then there are no drafts, and the next ones begin anew.
+        Raises what a step raises. Then there are no drafts, and the next call starts afresh.
         """
 
 
 class Drafting:
-    """`Drafts` of a draft model, whose sequences it owns. One thread uses it: that of the step loop.
+    """`Drafts` with a draft model, whose sequences it owns. Only the thread of the step loop uses it.
 
     Attributes:
-        engine: The draft model's, with pages of its own.
+        engine: The engine of the draft model, with pages of its own.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Drafting:
 
         vocab_sizes: of the draft model, and of the model for which it drafts.
         max_seq_tokens: the longest sequence of the draft model.
-        step_tokens: the most tokens that are computed before the first draft, of all sequences together.
+        step_tokens: the most missing tokens that are computed before drafting, in all sequences together.
         """
         self.engine = engine
         self._vocab_size, self._target_vocab_size = vocab_sizes
         self._max_seq_tokens = max_seq_tokens
         self._step_tokens = step_tokens
-        # Its sequences, the least recently used first.
+        # The draft model's sequences, least recently used first.
         self._used: dict[int, None] = {}
 
     @property
@@ -98,9 +98,9 @@ class Drafting:
         self.engine.release(sequence)
 
     def _begin(self, forwards: Sequence[Forward], table: KvTable) -> list[tuple[Forward, Forward]]:
-        """Each forward with that of the draft model which computes what that has not yet.
+        """Begins a forward of the draft model for each of `forwards`, over the tokens that it lacks.
 
-        Those that have no row will draft another time: there is more to compute than a step may.
+        One without a row does not draft yet: more tokens are missing than may be computed now.
         """
         room, begun = self._step_tokens, list[tuple[Forward, Forward]]()
         for forward in forwards:
@@ -112,7 +112,7 @@ class Drafting:
         return begun
 
     def _next(self, forward: Forward, table: KvTable, room: int) -> Forward | None:
-        """The draft model's forward over what it lacks, at most `room` tokens. None: it cannot draft."""
+        """The draft model's forward over its missing tokens, at most `room`. None: it cannot draft."""
         sequence = table.get(forward.sequence)
         if sequence is None or not room:
             return None
@@ -139,7 +139,7 @@ class Drafting:
         )
 
     def _common(self, sequence: int, salt: bytes, tokens: Tokens) -> int:
-        """How many of a sequence's tokens the draft model has: without the last, whose row is wanted."""
+        """How many first tokens the draft model has. Not all of them: the row of the last one is needed."""
         known = self.engine.kv_table.get(sequence)
         if known is None:
             return 0
@@ -152,7 +152,7 @@ class Drafting:
         return int(differs[0]) if len(differs) else compared
 
     def _output(self, output: OutputSpec) -> OutputSpec:
-        """How the draft model chooses: as the model does, as far as both have the same tokens."""
+        """How the draft model chooses: as the model does, as far as their vocabularies agree."""
         sampling, mask = output.sampling, output.mask
         if self._vocab_size != self._target_vocab_size:
             mask = None
@@ -160,9 +160,9 @@ class Drafting:
         return choice_of(replace(output, sampling=sampling, mask=mask))
 
     def _find_pages(self, own: Forward, forwards: Sequence[Forward]) -> bool:
-        """Begins a forward. If pages are missing, other sequences are dropped, the least recently used first.
+        """Begins a forward. If pages are missing, drops other sequences, least recently used first.
 
-        False: there are too few without those that draft now.
+        False: even without the sequences that do not draft now there are too few.
         """
         drafting = {forward.sequence for forward in forwards}
         while True:
@@ -178,7 +178,7 @@ class Drafting:
                 return True
 
     def _run(self, forwards: Sequence[Forward]) -> None:
-        """Computes what is missing, and the first token of each draft."""
+        """Computes the missing tokens, and the first token of each draft."""
         if forwards:
             self.engine.execute([Chunk(own, own.computed, own.remaining) for own in forwards])
         for own in forwards:
@@ -188,7 +188,7 @@ class Drafting:
                 self.engine.complete(own)
 
     def _follow(self, drafting: Sequence[tuple[Forward, Forward]], until_ns: int | None) -> None:
-        """Drafts token after token, each behind the last one: those of all sequences in one step."""
+        """Drafts one token after another, for all sequences in the same steps."""
         by_sequence = {own.sequence: forward for forward, own in drafting}
         ends = {own.sequence: self._end(forward, own) for forward, own in drafting}
         decodes = _decodes_after([own for _, own in drafting])
@@ -196,7 +196,7 @@ class Drafting:
             goes_on = np.zeros(decodes.size, np.bool_)
             positions, tokens = decodes.column(Column.POSITION), decodes.column(Column.TOKEN)
             for index, sequence in enumerate(decodes.sequences):
-                # The token, which is not in the sequence yet, is the draft's next one.
+                # The token of the decode, which is not in the sequence yet, is the next one of the draft.
                 if tokens[index] < self._target_vocab_size:
                     by_sequence[sequence].drafts = (*by_sequence[sequence].drafts, tokens[index])
                     goes_on[index] = positions[index] + 1 < ends[sequence]
@@ -213,13 +213,13 @@ class Drafting:
             decodes.columns[Column.TOKEN] = decodes.columns[Column.CHOSEN]
 
     def _end(self, forward: Forward, own: Forward) -> int:
-        """The position behind the last token of a draft."""
+        """The position after the last token of a draft."""
         first = own.position + len(own.token_ids)
         return min(first + forward.draft_tokens, self._max_seq_tokens)
 
 
 def choice_of(output: OutputSpec) -> OutputSpec:
-    """How a token is chosen, without what else is wanted of its row."""
+    """The part of the output settings that says how a token is chosen."""
     sampling, mask = output.sampling, output.mask
     return GREEDY if sampling is None and mask is None else OutputSpec(sampling=sampling, mask=mask)
 

@@ -1,6 +1,6 @@
-"""What the options of a forward mean: the output of its rows, and how it is computed.
+"""Decodes the options of a forward: the output of its rows, and how it is computed.
 
-The gateway passes them on as bytes. Many forwards have equal ones, which are decoded once.
+The gateway passes options on as bytes. Many forwards have equal options, which are decoded once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from workers.outputs import (
 
 # More tokens than any vocabulary has.
 _MAX_VOCABULARY = 1 << 22
-# The cache of decoded options: how many, and up to which encoded size.
+# Limits of the cache of decoded options: their number, and the encoded size of each.
 _CACHED_OPTIONS = 4096
 _MAX_CACHED_BYTES = 256
 
@@ -44,9 +44,9 @@ class ModelSizes(NamedTuple):
     """The sizes of a model, against which commands are checked.
 
     Attributes:
-        moe_layers: How many layers have experts.
-        num_experts: Those of each.
-        experts_per_token: Those of a token.
+        moe_layers: The number of layers with experts.
+        num_experts: The number of experts in each of them.
+        experts_per_token: The number of experts that compute a token.
     """
 
     vocab_size: int = _MAX_VOCABULARY
@@ -60,10 +60,10 @@ UNKNOWN_SIZES = ModelSizes()
 
 
 class UnknownFieldError(ValueError):
-    """Options of a forward have a field that this code does not know: that of a gateway is newer.
+    """Options of a forward have a field that this code does not know: the gateway's code is newer.
 
     Attributes:
-        field: Its path, which ends with its number, or with its name if the protos have it.
+        field: The path of the field, which ends with its number, or with its name if the protos have it.
     """
 
     def __init__(self, field: str) -> None:
@@ -74,10 +74,10 @@ class UnknownFieldError(ValueError):
 def options_of(data: bytes, seed: int, keep_all: bool, sizes: ModelSizes) -> dict[str, Any]:
     """The fields of a Forward that its options set. Forwards with equal options may share them.
 
-    seed: That of the cache, for draws without one.
-    keep_all: All of its tokens are kept, whatever the options say.
+    seed: The seed of the cache, for draws without one.
+    keep_all: All tokens of the forward are kept, whatever the options say.
 
-    Raises ValueError, such as an UnknownFieldError, for options that are no ones of this model.
+    Raises ValueError, such as UnknownFieldError, for options that this model cannot have.
     """
     found = _cached_options(data, keep_all, sizes) if len(data) <= _MAX_CACHED_BYTES else None
     options, draws = found or _to_options(_parsed(data), keep_all, sizes)
@@ -103,7 +103,7 @@ def plain_output(data: bytes, sizes: ModelSizes) -> tuple[OutputSpec | None, boo
 
 @functools.lru_cache(_CACHED_OPTIONS)
 def plain_draw(data: bytes, seed: int, sizes: ModelSizes) -> OutputSpec | None:
-    """The same with the seed of a cache. Options of more caches than this remembers are not parsed again."""
+    """As `plain_output`, with the seed of a cache. Parsed options are remembered for all caches."""
     output, _ = plain_output(data, sizes)
     return None if output is None else _seeded(output, seed)
 

@@ -1,7 +1,7 @@
-"""Drafts of a model's own head for multi-token prediction: see `workers.models.mtp_head`, and `drafting`.
+"""Drafts tokens with a model's own head for multi-token prediction (`models/mtp_head.py`); see `drafting`.
 
-The head goes on from the hidden row whose token was just chosen. Its keys and values of the tokens before are
-in the model's pages; those of drafts are written to slots behind them, which are free again when it is done.
+The head continues from the hidden state whose token was just chosen. Its keys and values of earlier tokens
+are in the model's pages. Those of drafts are written to slots after them, which are freed when it is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.operations import Forward
 
 
 class HeadDrafting:
-    """`Drafts` on the sequences of the model. One thread uses it: that of the step loop."""
+    """`Drafts` on the sequences of the model. Only the thread of the step loop uses it."""
 
     def __init__(self, engine: Engine, max_seq_tokens: int) -> None:
         """`engine`: of the model. `max_seq_tokens`: the longest sequence of it."""
@@ -46,7 +46,7 @@ class HeadDrafting:
                 table.truncate(sequence, len(sequence))
 
     def _reserve(self, sequence: KvSequence, count: int) -> bool:
-        """Slots for a draft, which follows a chosen token that has one, too. False: there are none."""
+        """Reserves slots for the chosen token and a draft after it. False: there are none."""
         try:
             self._engine.reserve(sequence, min(count, self._max_seq_tokens - len(sequence)))
         except OutOfPages:
@@ -54,7 +54,7 @@ class HeadDrafting:
         return len(sequence) < self._max_seq_tokens
 
     def _follow(self, drafting: Sequence[tuple[Forward, KvSequence]], until_ns: int | None) -> None:
-        """Drafts token after token: those of all sequences in one step."""
+        """Drafts one token after another, for all sequences in the same steps."""
         rows = [forward.kept - len(forward.token_ids) - 1 for forward, _ in drafting]
         tokens = [[forward.outputs[row].token_id] for (forward, _), row in zip(drafting, rows, strict=True)]
         hidden = torch.stack([one.hidden_rows[row] for (one, _), row in zip(drafting, rows, strict=True)])
@@ -77,7 +77,7 @@ class HeadDrafting:
 
 
 def _after(forward: Forward, sequence: KvSequence, token_ids: Sequence[int]) -> Forward:
-    """The forward over a chosen token and what is drafted behind it, whose last row is wanted."""
+    """The forward over a chosen token and the draft after it, of which the last row is needed."""
     own = Forward(
         0,
         forward.sequence,

@@ -54,7 +54,7 @@ class Pieces:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """So many uninitialised bytes, at the beginning of a cache line."""
+        """`nbytes` uninitialised bytes, aligned to a cache line."""
         if nbytes >= _PIECES_BYTES // 4:
             return empty((nbytes,), torch.uint8, self._device)
         if len(self._left) < nbytes:

@@ -108,7 +108,7 @@ class Candidates(NamedTuple):
 
 
 def candidates(row: Row, temperature: float, limits: Mapping[str, float]) -> Candidates:
-    """What is left of a row by a temperature and `outputs.LIMITS`.
+    """The candidates that a temperature and `outputs.LIMITS` leave of a row.
 
     Args:
         row: [V] float32 after mask, bias and penalties, of which one is finite. Not modified.

@@ -1,11 +1,12 @@
 """A worker: dials a gateway, again and again, and waits for a lease.
 
-The first lease determines the configuration, and its gateway has the worker until the process ends: given
-back, or `orphan_grace_s` after its stream broke. So a process never mixes what two gateways know about
-sequences and adapters. A gateway that follows another one gives the next lease, and the KV is kept.
+The first lease determines the configuration. Its gateway has the worker until the process ends, because it
+was given back or because `orphan_grace_s` have passed since its stream broke. So a process never mixes what
+two gateways know about sequences and adapters. If a gateway is restarted, it gives the next lease, and the KV
+is kept.
 
-A gateway starts workers on its own machine, which dial its Unix socket; `quire worker` starts others,
-which dial a port. There both sides authenticate each other by certificates of the pool's CA.
+A gateway starts workers on its own machine, which dial its Unix socket. `quire worker` starts others, which
+dial a port, where both sides authenticate each other by certificates of the pool's CA.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from workers.process import EXIT_FAILED, Parent, configure_logging, make_worker,
 from workers.server import WorkerServer
 
 SHIPPED_MODELS = ("adder", "storyteller")
-# To connect to another host, and its handshake.
+# For connecting to another host, with the handshake.
 _CONNECT_TIMEOUT_S = 5.0
-# How long it waits for a lease before it dials again: neither side may be gone unnoticed, and another gateway
-# may need a worker.
+# How long it waits for a lease before it dials again: so neither side stays connected to one that is gone,
+# and other gateways that need a worker are tried.
 _WAIT_S = 5.0
-# Between two rounds over all gateways without a lease: at first, at most, and at most on this machine.
+# The pause between two rounds over all gateways without a lease: at first, at most, and at most on this
+# machine.
 _BACKOFF_S, _MAX_BACKOFF_S, _MAX_LOCAL_BACKOFF_S = 0.02, 0.5, 0.1
 _ALIVE_INTERVAL_S = 0.5
 # A lease has nothing large.
 _MAX_LEASE_BYTES = 1 << 16
 _BROKEN = TimeoutError, OSError, StopAsyncIteration, MessageTooLong, DecodeError
-# Fields of a lease's configuration that the host of the worker decides, or that do not affect results.
+# Fields of a lease's configuration that the worker's host decides, or that do not affect results.
 _OF_THE_HOST = ("device_index", "workers", "log_level", "log_format", "model_was_proved", "worker_id")
 
 _log = get_logger("workers")
@@ -70,9 +72,10 @@ class PoolMember:
     ) -> None:
         """`overrides`: fields of the configuration that this host decides.
 
-        model: the directory of the model on this host, if it does not have the gateway's.
-        name: by which the one who has started it knows it.
-        parent: a gateway, which it outlives if it has an `orphan_grace_s`. None: another process.
+        model: the directory of the model on this host, if it is not the same as on the gateway's.
+        name: the name by which its launcher knows it.
+        parent: the gateway that started it, which it outlives if it has an `orphan_grace_s`. None: another
+            process started it.
         """
         self._overrides = overrides
         self._model = model
@@ -81,17 +84,17 @@ class PoolMember:
         self._lease: worker_pb2.Lease | None = None
         self._worker: WorkerServer | None = None
         self._running: asyncio.Task[None] | None = None
-        # What was said of each gateway last, so that the log does not repeat it.
+        # What was last logged about each gateway, so that the log does not repeat it.
         self._said: dict[str, str] = {}
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def dial(self, gateways: Sequence[str], tls: ssl.SSLContext | None) -> None:
-        """Dials the gateways in turn, until the worker ends. A name may be that of several.
+        """Dials the gateways in turn, until the worker ends. A name may have several addresses.
 
         tls: None for a Unix socket.
 
-        The one that had it last comes last: its host may be lost, which takes seconds to see. The others send
-        the worker away at once, unless they have the shard by now.
+        The gateway that had it last is tried last: its host may be lost, which takes seconds to notice. The
+        others refuse the worker at once, unless they have taken over the shard.
         """
         backoff_s, last = _BACKOFF_S, ""
         most_s = _MAX_BACKOFF_S if tls else _MAX_LOCAL_BACKOFF_S
@@ -117,14 +120,14 @@ class PoolMember:
                 host.strip("[]"), port, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError) as error:
-            # UnicodeError: it cannot be the name of a host.
+            # UnicodeError: this cannot be the name of a host.
             self._say(gateway, getattr(error, "strerror", None) or "there is no such host")
             return []
         hosts = [str(place[0]) for *_, place in found]
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
     async def _visit(self, gateway: str, tls: ssl.SSLContext | None) -> bool:
-        """Dials a gateway, and serves it if it gives a lease. False: it does not."""
+        """Dials a gateway, and serves it if it gives a lease. Returns False if it does not."""
         stream = MessageStream(worker_pb2.ConnectRequest, _MAX_LEASE_BYTES)
         why = "it does not answer"
         try:
@@ -164,7 +167,7 @@ class PoolMember:
         return hello
 
     def _say(self, gateway: str, why: str) -> None:
-        """Logs why a gateway gives no lease, and not again and again."""
+        """Logs why a gateway gives no lease, unless that was just logged."""
         if self._said.get(gateway) != why:
             self._said[gateway] = why
             _log.warning("no lease", gateway=gateway, why=why)
@@ -186,7 +189,7 @@ class PoolMember:
         return self._worker
 
     def _start(self, lease: worker_pb2.Lease) -> None:
-        # The lease stays as it came: later ones are compared with it.
+        # Does not change the lease: later ones are compared with it.
         config = worker_pb2.WorkerConfig()
         config.CopyFrom(lease.config)
         if config.model in SHIPPED_MODELS:
@@ -203,7 +206,7 @@ class PoolMember:
     async def _run(self, worker: WorkerServer, orphan_timer: OrphanTimer | None) -> None:
         status = await run_worker(worker, orphan_timer)
         if status == EXIT_CONFIG and self._parent is None:
-            # The configuration is the gateway's: the next lease may have another one.
+            # The gateway decides the configuration: that of the next lease may be another one.
             status = EXIT_FAILED
         _end(self.done, status)
 
@@ -276,14 +279,14 @@ async def _serve(options: argparse.Namespace, parent: Parent) -> int:
 
 
 def _lock(path: Path) -> None:
-    """Locks a file until this process ends. The kernel tells other processes who has. Raises OSError."""
-    # It must stay open, and must not be opened again: the first close would unlock it.
+    """Locks a file until this process ends. The kernel tells others which process has it. Raises OSError."""
+    # It must stay open, and must not be opened again: closing it once would unlock it.
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 async def _say_alive(descriptor: int) -> None:
-    """Tells who has started it, again and again, that it has its certificates and its event loop runs."""
+    """Tells the launcher periodically that it has its certificates and that its event loop runs."""
     while True:
         os.write(descriptor, b".")
         await asyncio.sleep(_ALIVE_INTERVAL_S)

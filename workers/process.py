@@ -32,7 +32,7 @@ EXIT_FAILED = 1
 _REST_OF_MODEL_INFO_BYTES = 64 << 10
 STOP_TIMEOUT_S = 1.0
 WEIGHTLESS_MODEL = "paged-attention"
-# With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
+# With fewer parameters per thread, waking the threads takes longer than a step, and idle threads spin.
 LEAST_PARAMETERS_PER_THREAD = 2_000_000
 
 _log = get_logger("workers")
@@ -50,10 +50,10 @@ def configure_logging(config: WorkerConfig, **more: object) -> None:
 
 
 class Parent:
-    """Ends this process with the one that has started it, whose end of standard input closes then.
+    """Ends this process when its parent ends, which closes the parent's end of standard input.
 
-    On Linux the kernel also kills this process when that one's main thread, which started it, ends: even
-    while it is stopped. If it ended before that was set up, standard input is closed.
+    On Linux the kernel also kills this process when the parent's main thread ends, even while this process is
+    stopped. If the parent ended before that was set up, standard input is closed already.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Parent:
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def outlive(self) -> None:
-        """Does so no more."""
+        """From now on, does not end with its parent."""
         self._ends_this = False
         set_death_signal(0)
 
@@ -103,7 +103,7 @@ def _choose_device(config: WorkerConfig) -> str:
 
 
 def triton_problem() -> str:
-    """What keeps Triton from compiling kernels here. Empty: nothing."""
+    """Why Triton cannot compile kernels on this machine. Empty: it can."""
     # As Triton looks for it. It would say so in the middle of a warm-up, in a traceback.
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "GPU kernels need a C compiler, and there is none: install gcc or clang, or set CC"
@@ -119,7 +119,7 @@ def triton_problem() -> str:
 
 
 def _without_gpu_kernels(config: WorkerConfig) -> str:
-    """For what of the model there are no GPU kernels. Empty: nothing."""
+    """The setting for which there are no GPU kernels. Empty: there is none."""
     from workers.executors.loading import lacks_on_gpu
 
     if _kv_dtype(config) != "auto":
@@ -162,7 +162,7 @@ def _make_executor(
             )
         from workers.executors.weightless import PagedAttentionExecutor
 
-        # Its operations are too short for a second thread.
+        # Operations are too short for a second thread.
         torch.set_num_threads(1)
         return _stored(PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config)), None, config)
     from workers.executors.llm import LlmExecutor
@@ -204,7 +204,7 @@ def _make_executor(
 
 
 def _stored(executor: ModelExecutor, model: Path | None, config: WorkerConfig) -> ModelExecutor:
-    """The executor, which stores its KV if it is configured to. Reads the weights at `model` again."""
+    """Lets an executor store its KV, if that is configured. Reads the weights at `model` again."""
     if config.kv_disk:
         from workers.executors.stored_kv import open_kv_disk
 
@@ -302,7 +302,7 @@ def _refusal(error: BaseException) -> str | None:
 
 
 def _for_clients(error: BaseException, model: str) -> str:
-    """The same without paths; "" if there is none."""
+    """As `_refusal`, without paths; "" if there is none."""
     from workers.models.errors import for_clients
 
     why = _refusal(error)

@@ -1,4 +1,4 @@
-"""What calls of the compiled product in linear.cpp need: see `kernels.packed_weight`."""
+"""The arguments of the compiled product in linear.cpp: see `kernels.packed_weight`."""
 
 from __future__ import annotations
 

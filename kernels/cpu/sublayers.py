@@ -136,7 +136,7 @@ class Memory:
 
     @functools.cached_property
     def address(self) -> object:
-        """Where it is. The first use needs compiled kernels; who has none does not get here."""
+        """The address of the struct. Needs compiled kernels when first used."""
         address = library.function("quire_memory_new", (), ctypes.c_void_p)()
         _delete_with(self, "quire_memory_delete", address)
         return address

@@ -1,4 +1,4 @@
-"""What decode and prefill attention share: online softmax over tiles of paged keys.
+"""The common part of decode and prefill attention: online softmax over tiles of paged keys.
 
 The rows of a tile are (token, query head) pairs that read the same key-value head. Tiles begin at the oldest
 key that any row attends to, not at a page boundary, so that a short sliding window needs few tiles.

@@ -254,7 +254,7 @@ def decode_attention(
         query: [N, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: [pages, S, K, V] contiguous; dtype of query. Or the first elements of the keys, with K = 1.
-        page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
+        page_tables: [N, P] int32 or int64, rows contiguous; entries after the context are not read.
         context_lens: [N] int32 or int64. 0: a padded item, for which no page is read.
         scoring: How scores become weights.
         plan: Which parts of items are read, of these lengths and the window; None: each item as a whole.

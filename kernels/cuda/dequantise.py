@@ -24,7 +24,7 @@ ROWS, INPUTS = 16, 256
 
 @triton.jit
 def numbers(codes, table, FORM: tl.constexpr):
-    """What values stand for before scales, in float32."""
+    """The numbers that values stand for, before scales are applied, in float32."""
     if FORM.kind == "float8":
         # float16 has the same fields, with more of both: exact, and infinity is none of these numbers.
         bits = (codes.to(tl.uint16) & 0x80) << 8 | (codes.to(tl.uint16) & 0x7F) << 7

@@ -41,7 +41,7 @@ TILES_AHEAD = tl.constexpr(4)
 
 @triton.jit
 def row_scales(squares, parts, width, eps, M: tl.constexpr, PARTS: tl.constexpr):
-    """What each row [M] is multiplied by in RMSNorm, of the parts [parts, M] of the sums of its squares."""
+    """[M] the factor of each row in RMSNorm, from the partial sums [parts, M] of its squares."""
     total = tl.zeros([PARTS, M], tl.float32)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)[:, None]

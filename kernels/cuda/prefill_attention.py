@@ -348,7 +348,7 @@ def prefill_attention(
         query: [T, H, D]; float32, bfloat16 or float16; any strides but the last, which is 1.
         k_pages: [pages, S, K, D] contiguous, S a power of two; dtype of query.
         v_pages: [pages, S, K, V] contiguous; dtype of query. Or the first elements of the keys, with K = 1.
-        page_tables: [N, P] int32 or int64, rows contiguous; entries behind the context are not read.
+        page_tables: [N, P] int32 or int64, rows contiguous; entries after the context are not read.
         query_starts: [N + 1] int32 or int64, ascending: the first row of each item, and the end, relative to
             the first entry, so that a slice of a batch is a batch. Rows after the end are not written.
         context_lens: [N] int32 or int64, new tokens included. 0: a padding item, for which no page is read.

@@ -293,7 +293,7 @@ class AdapterLoader:
                 await asyncio.to_thread(self._store.remove, version)
 
     def _all_adapters(self) -> worker_pb2.AdapterCommand:
-        """What a worker is told when it is ready."""
+        """The command that a worker gets when it is ready."""
         return worker_pb2.AdapterCommand(added=map(_source, self._adapters), all=True)
 
 

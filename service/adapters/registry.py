@@ -104,7 +104,7 @@ class Adapters:
         return version
 
     def visible_to(self, tenant: str) -> list[AdapterVersion]:
-        """What a tenant's callers can name, by id."""
+        """The adapters that a tenant's callers can use, by id."""
         ids = {adapter_id for owner, adapter_id in self._current if owner in (None, tenant)}
         return [self.resolve(adapter_id, tenant) for adapter_id in sorted(ids)]
 
@@ -115,7 +115,7 @@ class Adapters:
         return self._versions.get(number)
 
     def digest_of(self, number: int) -> int | str:
-        """What a version contains; its number if that is not known."""
+        """The digest of a version's content; its number if that is not known."""
         version = self._versions.get(number)
         return number if version is None else version.digest or number
 

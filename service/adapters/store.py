@@ -152,7 +152,7 @@ class AdapterStore:
         return 0
 
     def digest_of(self, version: AdapterVersion) -> str:
-        """What the files of a version contain. Empty: they are gone, or have changed. Raises nothing."""
+        """The digest of a version's files. Empty: they are gone, or have changed. Raises nothing."""
         directory = Path(version.directory)
         with contextlib.suppress(OSError, ValueError):
             if version.identity in ("", identity(directory)):
@@ -173,7 +173,7 @@ def identity(directory: Path) -> str:
 
 
 def _found(directory: Path, known: ScannedAdapter | None, max_bytes: int) -> ScannedAdapter:
-    """What is there now. While its files are written to: what is `known`. Raises OSError if nothing is."""
+    """The adapter in a directory; `known` while its files are written to. Raises OSError if there is none."""
     before = identity(directory)
     if known is not None and known.identity == before:
         return known

@@ -99,7 +99,7 @@ def find_model(model: str, revision: str | None) -> Path:
 
 
 def _not_here(hub_id: str, revision: str | None, problem: str) -> HubError:
-    """Why there is no download of what the cache lacks."""
+    """Why what the cache lacks is not downloaded."""
     first = _download_command(hub_id, revision)
     text = f"{_named(hub_id, revision)} is no directory here and {problem}; HF_HUB_OFFLINE is set: {first}"
     return HubError(text)

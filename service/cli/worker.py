@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    """What starts the worker, which does so in another directory."""
+    """The command that starts the worker, in another directory."""
     # -P: modules are not imported from the current directory.
     command = [sys.executable, "-P", "-m", "workers.__main__"]
     for name in _FLAGS:

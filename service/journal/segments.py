@@ -31,7 +31,7 @@ from typing import BinaryIO, Final, Literal, NamedTuple
 from service.journal.base import JournalUnusable
 from service.journal.encoding import DamagedFrame, Frame, checksum, read_frames, seed_of
 from service.journal.recovery import Unrecoverable
-from workers.common.regular_files import open_regular
+from workers.common.trusted import open_regular
 
 # What durable records survive: a crash of the gateway, or ("full") also of the system.
 Sync = Literal["normal", "full"]

@@ -172,7 +172,7 @@ class Incarnation:
             self.send(worker_pb2.WorkerCommand(adapter=command))
 
     async def read_weights(self, directory: str) -> types_pb2.ModelDescription:
-        """Lets the worker read other weights, which it then holds beside its own. Returns what they are.
+        """Makes the worker read other weights, which it then holds beside its own. Returns their description.
 
         Raises LoadFailed, or NoWorker.
         """
@@ -185,7 +185,7 @@ class Incarnation:
         return event.weights_read.model
 
     def apply_weights(self, *, keep_sequences: bool) -> None:
-        """Lets the worker put what it has read into place. It drops its forwards."""
+        """Makes the worker replace its weights by those that it has read. It aborts its forwards."""
         command = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty(), keep_sequences=keep_sequences)
         self.send(worker_pb2.WorkerCommand(replace_weights=command))
 

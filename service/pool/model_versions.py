@@ -222,7 +222,7 @@ class ModelVersions:
         return json.dumps(stored).encode()
 
     def _name_of(self, model: str) -> str:
-        """What is stored of a model: a place among the uploads, which are moved with the data directory."""
+        """The stored name of a model. An upload's is relative, since uploads move with the data directory."""
         if self._uploads is None or not Path(model).is_relative_to(self._uploads):
             return model
         return f"{_AMONG_UPLOADS}{Path(model).relative_to(self._uploads)}"

@@ -41,12 +41,12 @@ def gateway_certificates(pool: Path) -> tuple[bytes, bytes, bytes]:
 
 
 def channel_credentials(pool: Path) -> grpc.ChannelCredentials:
-    """What a gateway calls others with. Raises ConfigError."""
+    """The credentials with which a gateway calls others. Raises ConfigError."""
     return grpc.ssl_channel_credentials(*gateway_certificates(pool))
 
 
 def server_credentials(pool: Path) -> grpc.ServerCredentials:
-    """What a gateway is called by others with. Raises ConfigError."""
+    """The credentials with which a gateway serves others. Raises ConfigError."""
     ca, key, certificate = gateway_certificates(pool)
     return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
 
@@ -62,7 +62,7 @@ def worker_port(listen: str, pool: Path) -> WorkerPort:
 
 
 def secret(pool: Path) -> str:
-    """What only the gateways of a pool know. Raises ConfigError."""
+    """A secret that only the gateways of a pool know. Raises ConfigError."""
     _, key, _ = gateway_certificates(pool)
     return hashlib.sha256(b"quire gateways" + key).hexdigest()
 

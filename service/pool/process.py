@@ -83,7 +83,7 @@ class LocalProcess:
         return await asyncio.shield(self._exited)
 
     async def stop(self, *, grace_s: float) -> int | None:
-        """It was given back, so it ends by itself, if it can."""
+        """Waits up to `grace_s` for the process to end, then kills it. Returns its exit status, if known."""
         try:
             if grace_s:
                 await asyncio.wait({self._exited}, timeout=grace_s)

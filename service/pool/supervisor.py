@@ -230,5 +230,5 @@ class Supervisor:
 
 
 def _where(slot: WorkerSlot) -> dict[str, object]:
-    """What the log says of where the worker of a slot runs: of one that has dialled, no process is known."""
+    """Log fields: where the worker of a slot runs. The process of a worker that dialled is not known."""
     return {"address": slot.address} if slot.address else {"pid": slot.pid}

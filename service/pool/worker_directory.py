@@ -28,8 +28,7 @@ from typing import TypeVar
 from service import durable_file
 from service.logging import get_logger
 from service.temporary_directory import locked
-from workers.common.regular_files import open_regular
-from workers.common.trusted import make_private
+from workers.common.trusted import make_private, open_regular
 
 _log = get_logger(__name__)
 

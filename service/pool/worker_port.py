@@ -1,10 +1,10 @@
 """Where workers dial. Each waits there until a launcher takes it and gives it a lease.
 
 Workers of this machine dial a Unix socket in a directory that only this user can enter, others a port with
-TLS. Launchers of several shards share a port. A worker with KV belongs to the gateway that it names; a new
-one goes to whoever needs one, or to the launcher that knows its name. Who is not wanted here is told so, and
-dials another gateway. Connections are bounded before anything is known of them: how many there are, how long
-they take, and how much they send.
+TLS. Launchers of several shards share a port. A worker with KV belongs to the gateway that it names. A new
+one goes to any launcher that needs one, or to the launcher that knows its name. A worker that is not needed
+is refused, and dials another gateway. Limits apply to connections before they are identified: on their
+number, their duration and the bytes they send.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class NamedWorker:
 
 
 class WorkerPort:
-    """Owner of the listening socket, of the connections without a lease, and of who waits for whom."""
+    """Owner of the listening socket, of connections without a lease, and of launchers that wait for one."""
 
     def __init__(self, listen: str, tls: ssl.SSLContext | None, key: bytes) -> None:
         """`key`: by which gateways know the leases that they have given. Gateways of a pool share it.
@@ -119,7 +119,7 @@ class WorkerPort:
         self._leased: dict[tuple[str, int], MessageStream[worker_pb2.ConnectResponse]] = {}
 
     def join(self, gateway_id: str) -> None:
-        """Lets in the workers of a gateway id. The first call opens the port. Raises CannotListen."""
+        """Accepts the workers of a gateway id. The first call opens the port. Raises CannotListen."""
         if self._listener is None:
             if self._listen.startswith(UNIX):
                 self._listener = _unix_socket(self._listen)
@@ -268,7 +268,7 @@ class WorkerPort:
         task.add_done_callback(self._refusing.discard)
 
     def _refusal(self, hello: worker_pb2.Hello) -> str:
-        """Why it is not wanted here; empty: it is."""
+        """Why a worker is not accepted; empty: it is."""
         if hello.protocol != PROTOCOL:
             self._warn("a worker is of another version than this gateway")
             return "the gateway and the worker are of different versions"

@@ -1,7 +1,7 @@
-"""How the samples of an item are divided into content, thoughts and tool calls, and how calls are forced.
+"""Parses the samples of an item into content, thoughts and tool calls, and forces calls.
 
-A model that has to call tools is made to by a grammar: its answer is a JSON list of calls, each valid under
-its function's schema. That needs no format of the model's own, and no support by its chat template.
+A grammar forces a model to call tools: its answer is a JSON list of calls, each valid under its function's
+schema. That needs no tool format of the model, and no support by its chat template.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ if TYPE_CHECKING:
 
 _NO_TOKENS: array[int] = array("I")
 TOOLS = "chat.tools_json"
-# More than those of a marker.
+# More tokens than a marker has.
 _LAST_TOKENS = 32
-# Decoded at once, in about a millisecond.
+# How many tokens are decoded at once: about a millisecond.
 _SLICE_TOKENS = 4096
 _Schema = Mapping[str, Any]
 _NO_ARGUMENTS: _Schema = {"properties": {}}
-# Keywords whose schemas are true of the value that the schema around them is true of.
+# Keywords whose schemas apply to the same value as the schema around them.
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
-# Keywords whose values have schemas under names of the caller's, and those whose values are none.
+# Keywords whose values are schemas by names that the caller chose; and those whose values are no schemas.
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 _NO_SCHEMAS = frozenset({"const", "enum", "default", "examples", "required", "type"})
 _NOT_CLOSED = _COMBINING | {"$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"}
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How the samples of an item are divided.
+class Parsing:
+    """How the samples of an item are parsed.
 
     Attributes:
-        formats: Of what follows, or comes between, thoughts. `thoughts`: that of the model.
-        tools: The schemas of arguments by the names of functions; empty: there are no calls.
+        formats: The formats of the text outside of thoughts.
+        thoughts: The model's format of thoughts.
+        tools: By the name of a function, the schema of its arguments. Empty: there are no calls.
         is_direct: Whether a sample must begin without thoughts, since a grammar constrains it.
         is_thinking: Whether it begins within thoughts, which the prompt has begun.
-        goes_on: Whether the prompt has some of these already.
+        goes_on: Whether the prompt already has a part of these thoughts.
         has_special_tokens: Whether special tokens are part of the text, since some are markers.
-        dropped: Those of them that are none.
-        call_key: Decides the ids of calls, with the number of the sample.
+        dropped: The special tokens that are no markers.
+        call_key: Determines the ids of calls, together with the index of the sample.
     """
 
     formats: OutputFormats
@@ -74,24 +75,24 @@ class Reading:
         return self.formats.tools is FORCED
 
 
-class Divider:
-    """Divides the chunks of one sample, in their order. The same tokens always have the same parts."""
+class ChunkParser:
+    """Parses the chunks of one sample, in order. The same tokens always have the same parts."""
 
-    def __init__(self, reading: Reading, sample: int) -> None:
+    def __init__(self, parsing: Parsing, sample: int) -> None:
         self._parser = OutputParser(
-            reading.formats,
-            reading.tools,
-            max_calls=reading.max_calls,
-            is_thinking=reading.is_thinking,
-            goes_on=reading.goes_on,
-            dropped=reading.dropped,
-            call_key=f"{reading.call_key}\0{sample}",
+            parsing.formats,
+            parsing.tools,
+            max_calls=parsing.max_calls,
+            is_thinking=parsing.is_thinking,
+            goes_on=parsing.goes_on,
+            dropped=parsing.dropped,
+            call_key=f"{parsing.call_key}\0{sample}",
         )
         self._whole_calls: set[int] = set()
         self._reasoning_tokens = 0
 
-    def divide(self, chunk: runner_pb2.SampleChunk) -> None:
-        """Replaces the text of a chunk by its parts; the last one's reason may change. Mutates it."""
+    def parse(self, chunk: runner_pb2.SampleChunk) -> None:
+        """Replaces the text of a chunk by its parts, and the reason of the last chunk if it has calls."""
         was_thinking = self._parser.is_thinking
         parts = self._parser.push(chunk.text)
         if was_thinking or self._parser.is_thinking:
@@ -119,16 +120,16 @@ class Divider:
 
 
 def formats_of_model(state: ServerState) -> OutputFormats:
-    """How the served model writes calls and thoughts. Raises NoWorker."""
-    # Templates by name, of which one may be for chats with tools only.
+    """The formats in which the served model writes calls and thoughts. Raises NoWorker."""
+    # All named templates: one may be only for chats with tools.
     templates = "".join(state.first_ready.chat_template.sources.values())
     return formats_of(templates, state.config.tool_call_parser, state.config.reasoning_parser)
 
 
-def reading_of(
+def parsing_of(
     item: runner_pb2.ExecuteItem, model: OutputFormats
-) -> tuple[runner_pb2.ExecuteItem, Reading | None]:
-    """An item as it is run, a copy if calls are forced or hidden; and how its samples are divided, if so.
+) -> tuple[runner_pb2.ExecuteItem, Parsing | None]:
+    """An item as it is run (a copy if calls are forced or hidden), and how its samples are parsed, if at all.
 
     Raises InvalidArgument.
     """
@@ -148,7 +149,7 @@ def reading_of(
     if choice != runner_pb2.TOOL_CHOICE_REQUIRED:
         is_direct = item.HasField("constraint")
         formats = OutputFormats(model.tools) if is_direct else model
-        return item, Reading(formats, model.reasoning, tools, max_calls, is_direct)
+        return item, Parsing(formats, model.reasoning, tools, max_calls, is_direct)
     if not tools:
         raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts.tool_choice", "there are no tools to call")
     if item.HasField("constraint"):
@@ -160,21 +161,21 @@ def reading_of(
     # A template that does not show tools, or in a form that is not known, would refuse them.
     forced = _without_tools(item) if model.tools is None else _copy(item)
     forced.constraint.json_schema = schema
-    return forced, Reading(OutputFormats(FORCED), model.reasoning, tools, max_calls, is_direct=True)
+    return forced, Parsing(OutputFormats(FORCED), model.reasoning, tools, max_calls, is_direct=True)
 
 
 async def encoded_prompt(
     item: runner_pb2.ExecuteItem,
-    reading: Reading | None,
+    parsing: Parsing | None,
     text: TextModel,
     *,
     max_tokens: int,
     context: array[int] = _NO_TOKENS,
-) -> tuple[Sequence[int], Reading | None]:
-    """The tokens of the prompt of an item as it is run, and what these and the tokenizer say of the reading.
+) -> tuple[Sequence[int], Parsing | None]:
+    """The tokens of an item's prompt, and the parsing completed by what prompt and tokenizer determine.
 
-    Thoughts are ended in the prompt if samples must have none. `context`: the tokens before the prompt, of a
-    cache. Raises as `TextModel.encode_chat`.
+    If samples must have no thoughts, the prompt ends those that it begins. `context`: the tokens of a cache
+    before the prompt. Raises as `TextModel.encode_chat`.
     """
     kind = item.WhichOneof("prompt")
     tokens: Sequence[int]
@@ -185,28 +186,28 @@ async def encoded_prompt(
     else:
         # Not copied before its length is checked: there may be millions.
         tokens = item.cache.token_ids if kind == "cache" else item.tokens.token_ids
-    if reading is None:
+    if parsing is None:
         return tokens, None
     tokenizer = await text.tokenizer()
     if tokenizer is None:
         raise NoTokenizer
-    special_ids, markers = await text.special_ids(), reading.formats.markers
+    special_ids, markers = await text.special_ids(), parsing.formats.markers
     special = special_ids.keys()
     if not item.special_tokens_in_text and markers & special:
-        reading = replace(reading, has_special_tokens=True, dropped=frozenset(special - markers))
-    # One that is too long is refused.
-    if (form := reading.thoughts) is None or len(tokens) > max_tokens:
-        return tokens, reading
+        parsing = replace(parsing, has_special_tokens=True, dropped=frozenset(special - markers))
+    # A prompt that is too long will be refused.
+    if (form := parsing.thoughts) is None or len(tokens) > max_tokens:
+        return tokens, parsing
     read = context + array("I", tokens) if context else tokens
     thoughts = await _unfinished_thoughts(read, form, tokenizer, special_ids)
-    if not reading.is_direct:
-        return tokens, replace(reading, is_thinking=thoughts is not None, goes_on=bool(thoughts))
+    if not parsing.is_direct:
+        return tokens, replace(parsing, is_thinking=thoughts is not None, goes_on=bool(thoughts))
     added = form.answer if thoughts is None else form.end + form.after
     last = tokenizer.decode(list(read[-_LAST_TOKENS:]), skip_special_tokens=False)
     if added and not last.endswith(added):
         more = await text.encode(added, max_tokens=len(added), add_special_tokens=False)
         tokens = [*tokens, *more]
-    return tokens, reading
+    return tokens, parsing
 
 
 async def _unfinished_thoughts(

@@ -1,6 +1,6 @@
 """Embed: texts as vectors, by Forwards of all inputs.
 
-Hidden states behind a token do not depend on what follows it, so that the last token's are a text's. A model
+Hidden states after a token do not depend on what follows it, so that the last token's are a text's. A model
 whose layers see what follows cannot be served at all.
 """
 

@@ -1,9 +1,9 @@
-"""Caches that a caller holds and that an item continues: what they hold, and whether that is the item's own.
+"""Caches that a caller holds and that an item continues; and whether their tokens are the item's own.
 
-A generation is a pure function of the tokens before it, its options and its seed. So an item that finds
-tokens behind those that it appends generates them once more, on a copy of the cache. If they are the same,
-they are this item's, whoever was told of them, and it goes on with the cache itself behind them. If one
-differs, another caller has changed the cache: nothing is appended to it.
+A generation is a pure function of the tokens before it, its options and its seed. If the cache already has
+tokens after the item's prompt, the item generates them once more, on a copy of the cache. If they are the
+same, an earlier run of the item made them, and it continues after them in the cache itself. If one differs,
+another caller has changed the cache, and nothing is appended to it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from service.errors import CacheNotFound, PositionMismatch, QuireError
 
 @dataclass(frozen=True, slots=True)
 class HeldCache:
-    """A cache as an item found it, after the operations that were asked for before.
+    """The state of a cache when the item's turn came.
 
     Attributes:
-        token_ids: All of them.
-        position: Where the item appends its first tokens. Behind it the cache may have tokens.
-        seed: With which its draws are made if the caller gives none.
+        token_ids: All its tokens.
+        position: Where the item appends its first tokens. The cache may have tokens after it.
+        seed: The seed of draws if the caller gives none.
     """
 
     cache_id: str
@@ -49,7 +49,7 @@ async def held_cache(
     dispatcher: Dispatcher, prompt: runner_pb2.CachePrompt, tenant: Tenant | None
 ) -> HeldCache:
     """The cache that an item continues. Raises CacheNotFound, PositionMismatch or another QuireError."""
-    # It restarts the lease, in its turn.
+    # Restarts the lease, and waits for the operations that are ahead.
     (found,) = await dispatcher.run([Renew(prompt.cache_id)], tenant)
     if isinstance(found, QuireError):
         raise found

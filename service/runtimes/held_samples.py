@@ -1,8 +1,8 @@
-"""Samples that continue a cache of the caller: on that itself, or on copies of it.
+"""Samples that continue a cache of the caller: in the cache itself, or in copies of it.
 
-An item that finds its cache longer than it says generates the tokens there once more, on a copy: see
-`held_caches`. The copy is left at the first token that the cache lacks. So a sample's requests are the same
-as any other's, and only where they go is decided here.
+If the cache already has tokens after the item's prompt, the sample generates these once more, on a copy: see
+`held_caches`. At the first token that the cache does not have, it switches from the copy to the cache. So a
+sample's requests are the same as any other's, and this module only decides where they go.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ask = Callable[[Request], Awaitable[Any]]
 
 
 class HeldSamples:
-    """What a run does differently with items that continue a cache of the caller."""
+    """The parts of a run that differ for items which continue a cache of the caller."""
 
     def __init__(self, ask: Ask, caches: BatchCaches) -> None:
         self._ask, self._caches = ask, caches
@@ -42,7 +42,7 @@ class HeldSamples:
         ]
 
     async def begin(self, item: PreparedItem, held: HeldCache, sample: Sample) -> None:
-        """Decides where the item's tokens are appended: to the cache, or to a copy if it has tokens there."""
+        """Sets the cache to which a sample appends: the caller's, or a copy if that has tokens there."""
         sample.cache_id = held.cache_id
         if held.ahead:
             appended = item.spec.prompt[item.first :]
@@ -54,23 +54,23 @@ class HeldSamples:
             await self._ask(Truncate(sample.cache_id, held.position))
 
     def go_on(self, sample: Sample, position: int) -> None:
-        """Leaves the copy if the token at `position` is the first one that the caller's cache lacks."""
+        """Switches from the copy to the caller's cache at the first position that this does not have."""
         held = sample.catching_up
         if held is not None and position == len(held.token_ids):
             self._caches.release(sample.cache_id)
             sample.cache_id, sample.catching_up = held.cache_id, None
 
     def most_prelaunched(self, sample: Sample, position: int, most: int) -> int:
-        """How many of `most` tokens a worker may append by itself behind the one at `position`."""
+        """How many of `most` tokens a worker may append by itself after the one at `position`."""
         held = sample.catching_up
         if held is not None:
-            # A copy gets none that the caller's cache lacks.
+            # A copy gets no token that the caller's cache does not have.
             most = max(0, min(most, len(held.token_ids) - position - 1))
-        # The cache must not have tokens behind a stop text. One may be computed: only a request appends it.
+        # The cache must not have tokens after a stop text. One may be prelaunched: only a request appends it.
         return min(most, 1) if sample.spec.stops else most
 
     def write_handle(self, held: HeldCache, chunk: runner_pb2.SampleChunk) -> None:
-        """The last chunk says what the caller's cache is by now."""
+        """Writes the current handle of the caller's cache into the last chunk."""
         handle = self._caches.handle(held.cache_id)
         if handle is not None:
             write_handle(handle, chunk.kv_cache)

@@ -162,7 +162,7 @@ def model_of(source: str, find_upload: FindUpload) -> str:
 
 
 async def _read(workers: Sequence[Incarnation], model: str, timeout_s: float) -> types_pb2.ModelDescription:
-    """Lets all workers read weights. Returns what they describe. Raises LoadFailed or NoWorker."""
+    """Makes all workers read weights. Returns their descriptions. Raises LoadFailed or NoWorker."""
     tasks = [asyncio.create_task(worker.read_weights(model)) for worker in workers]
     try:
         async with asyncio.timeout(timeout_s):

@@ -22,7 +22,7 @@ from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, WeightsChanged
 from service.runtimes import items
-from service.runtimes.answer_parts import TOOLS, Reading, encoded_prompt, formats_of_model, reading_of
+from service.runtimes.answer_parts import TOOLS, Parsing, encoded_prompt, formats_of_model, parsing_of
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
@@ -32,7 +32,7 @@ from service.text.text_model import TextModel
 from service.text.tokenizer import with_special_tokens
 
 _SEEDS = 1 << 64
-# More than the bytes of the longest bad word.
+# More tokens than the longest bad word has bytes.
 _MAX_WORD_TOKENS = 4 * items.MAX_STOP_CHARACTERS + 2
 
 
@@ -86,7 +86,7 @@ class PreparedItem:
         return Sample(self.spec, index, None if self.new_matcher is None else self.new_matcher())
 
     def options(self, sample: Sample, mask: bytes | None = None) -> bytes:
-        """The encoded output options for a step of a sample. `mask`: None: that of the first step.
+        """The encoded output options for a step of a sample. `mask`: None: the mask of the first step.
 
         Raises InvalidArgument if mask and rules leave no token.
         """
@@ -94,7 +94,7 @@ class PreparedItem:
         return last_row(output, sorted(self.spec.end_ids))
 
     def draft_options(self, sample: Sample, rows: int, masks: Sequence[bytes], draft_tokens: int) -> bytes:
-        """The same for a step that verifies a draft, or after which one is made; see `sampled_rows`."""
+        """The options for a step that verifies a draft, or asks for one; see `sampled_rows`."""
         return sampled_rows(self._output_of(sample, None), rows, masks, draft_tokens)
 
     def _output_of(self, sample: Sample, mask: bytes | None) -> types_pb2.OutputOptions:
@@ -113,7 +113,7 @@ class PreparedItem:
 
     @property
     def _forbidding(self) -> str:
-        """The field to name where every token is forbidden."""
+        """The field that the error names if every token is forbidden."""
         if self.new_matcher is not None:
             return "constraint"
         if self._output.HasField("mask"):
@@ -122,7 +122,7 @@ class PreparedItem:
 
 
 class ItemPreparer:
-    """Prepares items for the model that is served."""
+    """Prepares items for the served model."""
 
     def __init__(self, state: ServerState, text: TextModel) -> None:
         self._state = state
@@ -151,19 +151,19 @@ class ItemPreparer:
         if output.HasField("mask"):
             output.mask.CopyFrom(masks.shortened(output.mask, limits))
         _set_seed(output, item, kept_as, held)
-        # What may take long is last: templates, long texts and grammars.
+        # Last comes what may take long: templates, long texts and grammars.
         tokenizer = None if item.tokens_only else await self._text.tokenizer()
         if item.stop and tokenizer is None:
             raise InvalidArgument(
                 "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
             )
-        item, reading = reading_of(item, formats_of_model(self._state))
+        item, parsing = parsing_of(item, formats_of_model(self._state))
         context = array("I") if held is None else held.token_ids[: held.position]
-        prompt, reading = await self._prompt(item, reading, limits, context)
-        if reading is not None:
+        prompt, parsing = await self._prompt(item, parsing, limits, context)
+        if parsing is not None:
             # A kept sample that is resumed gets the same ids for its tool calls.
             key = f"{kept_as}\0{item.item_id}" if kept_as else secrets.token_hex()
-            reading = replace(reading, call_key=key)
+            parsing = replace(parsing, call_key=key)
         if held is not None:
             prompt = context + prompt
             if len(prompt) > limits.max_seq_tokens:
@@ -171,12 +171,12 @@ class ItemPreparer:
         stop_ids = await self._stop_ids(item)
         end_ids = self._end_ids(item).union(stop_ids)
         rules = token_rules(item.min_tokens, end_ids, await self._bad_words(item))
-        new_matcher = await self._matcher(item, reading, end_ids)
+        new_matcher = await self._matcher(item, parsing, end_ids)
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
             first_mask = await matcher.in_turn(matcher.allowed)
-        has_special = item.special_tokens_in_text or (reading is not None and reading.has_special_tokens)
+        has_special = item.special_tokens_in_text or (parsing is not None and parsing.has_special_tokens)
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.
             raise WeightsChanged(can_be_repeated=True)
@@ -196,7 +196,7 @@ class ItemPreparer:
                 max_draft_tokens=_max_draft_tokens(item),
                 has_draft_model=self._has_draft_model(item),
                 rules=rules,
-                reading=reading,
+                parsing=parsing,
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -224,13 +224,13 @@ class ItemPreparer:
     async def _prompt(
         self,
         item: runner_pb2.ExecuteItem,
-        reading: Reading | None,
+        parsing: Parsing | None,
         limits: RequestLimits,
         context: array[int],
-    ) -> tuple[array[int], Reading | None]:
+    ) -> tuple[array[int], Parsing | None]:
         """See `encoded_prompt`."""
-        prompt, reading = await encoded_prompt(
-            item, reading, self._text, max_tokens=limits.max_seq_tokens, context=context
+        prompt, parsing = await encoded_prompt(
+            item, parsing, self._text, max_tokens=limits.max_seq_tokens, context=context
         )
         try:
             validation.check_tokens(prompt, limits)
@@ -239,10 +239,10 @@ class ItemPreparer:
             kind = item.WhichOneof("prompt")
             where = f"{kind}.{error.field}" if kind in ("tokens", "cache") else str(kind)
             raise error.at(where) from None
-        return array("I", prompt), reading
+        return array("I", prompt), parsing
 
     async def _matcher(
-        self, item: runner_pb2.ExecuteItem, reading: Reading | None, end_ids: frozenset[int]
+        self, item: runner_pb2.ExecuteItem, parsing: Parsing | None, end_ids: frozenset[int]
     ) -> Callable[[], Matcher] | None:
         kind = item.constraint.WhichOneof("kind")
         if kind is None or kind == "mask":
@@ -251,18 +251,18 @@ class ItemPreparer:
         try:
             return await self._text.constraint(kind, grammar, end_ids, vocab_size)
         except InvalidArgument as error:
-            if reading is None or not reading.is_forced:
+            if parsing is None or not parsing.is_forced:
                 raise
-            # It is made of the schemas of the tools.
+            # The grammar was made of the schemas of the tools.
             raise error.at(TOOLS) from None
 
     async def _stop_ids(self, item: runner_pb2.ExecuteItem) -> Mapping[int, str]:
-        """The stop texts that are one special token, by its id: it never becomes text."""
+        """The stop texts that are a special token, which never becomes text, by its id."""
         special_ids = await self._text.special_ids() if item.stop else {}
         return {special_ids[stop]: stop for stop in item.stop if stop in special_ids}
 
     async def _bad_words(self, item: runner_pb2.ExecuteItem) -> Sequence[Sequence[int]]:
-        """The tokens of each, at the beginning of a text and behind a space."""
+        """The tokens of each bad word at the beginning of a text, and after a space."""
         words: list[Sequence[int]] = []
         for index, word in enumerate(item.bad_words):
             for text in (word.lstrip(), f" {word.lstrip()}"):
@@ -272,7 +272,7 @@ class ItemPreparer:
                     add_special_tokens=False,
                     field=f"bad_words[{index}]",
                 )
-                # Some tokenizers have a token for the space itself. It would forbid the same once more.
+                # If the space is a token of its own, this would forbid the same once more.
                 if text[0] != " " or (words and len(ids) == len(words[-1])):
                     words.append(ids)
         return words
@@ -283,7 +283,7 @@ class ItemPreparer:
 
 
 def _max_tokens(item: runner_pb2.ExecuteItem, prompt_tokens: int, limits: RequestLimits) -> int:
-    """The last token is never appended, so there is one more than a sequence has room for."""
+    """One more than a sequence has room for, since the last token is never appended."""
     room = limits.max_seq_tokens - prompt_tokens + 1
     return min(item.max_tokens or room, room)
 
@@ -306,11 +306,11 @@ def _output(item: runner_pb2.ExecuteItem) -> types_pb2.OutputOptions:
 def _set_seed(
     output: types_pb2.OutputOptions, item: runner_pb2.ExecuteItem, kept_as: str, held: HeldCache | None
 ) -> None:
-    """Sets the seed of draws, if the caller gives none and the same are to be drawn once more. Mutates it."""
+    """Sets the seed of `output` if the caller gives none and the same draws may be made once more."""
     if not output.HasField("sampling") or output.sampling.HasField("seed"):
         return
     if held is not None and items.is_in_place(item):
-        # As a Decode draws. A copy on which the same is generated again has another seed.
+        # The seed of a Decode. A copy, on which the same is generated again, has another seed.
         output.sampling.seed = held.seed
     elif kept_as:
         digest = hashlib.sha256(f"{kept_as}\x00{item.item_id}".encode()).digest()

@@ -15,14 +15,14 @@ from google.rpc import status_pb2
 from quire.detokenizer import Detokenizer, TokenDecoder
 from quire.v1 import runner_pb2, types_pb2
 
-from service.runtimes.answer_parts import Divider, Reading
+from service.runtimes.answer_parts import ChunkParser, Parsing
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.speculation import Drafter
 from service.runtimes.token_rules import FOR_EVER, TokenRules
 from service.text.constraints import Matcher
 from service.text.stops import StopMatcher
 
-# How many tokens of a sample a worker may compute before they are requested. As many can come at once.
+# How many tokens of a sample a worker may compute before they are requested, and return in one answer.
 MAX_PRELAUNCHED = 16
 
 
@@ -41,25 +41,27 @@ class SampleSpec:
     with_logprobs: bool
     # The `end_ids` that are stop texts: special tokens, which have no text in a sample.
     stop_ids: Mapping[int, str] = field(default_factory=dict)
-    # Conditions on what was computed of a token, which make it the last one. None: no condition.
-    # It is less likely than this.
+    # A token with a lower logprob is the last one. None: no condition.
     min_logprob: float | None = None
-    # The model's distribution, from which it was chosen, has more entropy than this.
+    # A token whose distribution has more entropy is the last one. None: no condition.
     max_entropy: float | None = None
-    # Tokens of the prompt that a cache of the caller had before.
+    # Tokens of the prompt that the caller's cache already had.
     context_tokens: int = 0
     # The most tokens of a draft. 0: no speculative decoding.
     max_draft_tokens: int = 0
     # Drafts come from a draft model, not from the prompt.
     has_draft_model: bool = False
-    # What may not follow. None: no rules.
+    # Which tokens are forbidden. None: no rules.
     rules: TokenRules | None = None
-    # How its text is divided. None: it is not.
-    reading: Reading | None = None
+    # How its text is parsed into parts. None: it is not.
+    parsing: Parsing | None = None
 
     @property
     def has_condition(self) -> bool:
-        """Whether the end depends on what is not in the journal: none may be appended behind such a token."""
+        """Whether the end depends on logprobs, which the journal does not have.
+
+        Then no token may be appended after it before it was looked at.
+        """
         return self.min_logprob is not None or self.max_entropy is not None
 
 
@@ -77,18 +79,18 @@ class Sample:
         # The length of the text, including what is held back.
         self._num_characters = 0
         self._stops = StopMatcher(spec.stops)
-        # In the text of so many first tokens no stop text is looked for.
+        # Stop texts are not looked for in the text of so many first tokens.
         self._min_tokens = 0 if spec.rules is None else spec.rules.min_tokens
         self._detokenizer = None
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
             if matcher is not None:
-                # What it constrains does not complete a character that the prompt has begun.
+                # A constrained text does not complete a character that the prompt has begun.
                 self._detokenizer.flush()
-        self._divider = None if spec.reading is None else Divider(spec.reading, index)
+        self._parser = None if spec.parsing is None else ChunkParser(spec.parsing, index)
         self.drafter: Drafter | None = None
-        # What rules forbid may be all that a grammar allows behind a draft. And what a condition ends on is
-        # known only when the tokens behind it are appended, too.
+        # No drafts with both rules and a grammar: together they may allow no token after a draft. Nor with a
+        # condition: it would be checked only after later tokens were appended.
         if spec.max_draft_tokens and (matcher is None or spec.rules is None) and not spec.has_condition:
             self.drafter = Drafter(spec.prompt, spec.max_draft_tokens, has_model=spec.has_draft_model)
         # Prompt tokens whose KV was found in a cache.
@@ -100,7 +102,7 @@ class Sample:
 
     @property
     def can_prelaunch(self) -> int:
-        """How many further requests follow from the tokens alone, if none of these ends the sample."""
+        """How many of the next requests differ only in their tokens, if none of these ends the sample."""
         if self.matcher is not None or (self.drafter is not None and self.drafter.expects_draft):
             return 0
         most = 1 if self.spec.has_condition or self.drafter is not None else MAX_PRELAUNCHED
@@ -114,20 +116,20 @@ class Sample:
 
     @property
     def _same_rules(self) -> int:
-        """For how many tokens behind the next one the same are forbidden."""
+        """For how many tokens after the next one the same tokens stay forbidden."""
         rules = self.spec.rules
         return FOR_EVER if rules is None else rules.stays_same(self._num_tokens)
 
     @property
     def wanted_drafts(self) -> int:
-        """How many tokens the draft model is to draft behind that which the next append chooses."""
+        """How many tokens the draft model should draft after the token that the next append chooses."""
         if self.drafter is None or self.catching_up is not None:
             return 0
         return self.drafter.wanted(self.spec.max_tokens - self._num_tokens - 2)
 
     @property
     def most_drafts(self) -> int:
-        """How many tokens a draft may have now. The one after them is still a token of the sample."""
+        """How many tokens a draft may have now, leaving room for the token that is chosen after it."""
         if self.drafter is None or self.catching_up is not None:
             return 0
         return self.drafter.most(min(self.spec.max_tokens - self._num_tokens - 1, self._same_rules))
@@ -139,9 +141,9 @@ class Sample:
         return self.drafter.draft(self.most_drafts)
 
     def before_end(self, draft: Sequence[int]) -> Sequence[int]:
-        """The tokens of a draft before one that would end the sample.
+        """The tokens of a draft before the first one that would end the sample.
 
-        That one may be chosen behind them. It is not appended: a cache never has tokens behind the end.
+        That one may still be chosen, but is not appended as a draft: a cache never has tokens after the end.
         """
         ahead = self._copy() if self.spec.stops and draft else None
         for index, token_id in enumerate(draft):
@@ -150,10 +152,10 @@ class Sample:
         return draft
 
     def _copy(self) -> Sample:
-        """One that finds the same end, by the tokens alone."""
+        """A copy that finds the end according to tokens alone."""
         # ruff: disable[SLF001] - of its own class
         ahead = copy.copy(self)
-        ahead.matcher = ahead.drafter = ahead._divider = None
+        ahead.matcher = ahead.drafter = ahead._parser = None
         ahead._last, ahead._stops = self._last.copy(), copy.copy(self._stops)
         ahead._detokenizer = None if self._detokenizer is None else self._detokenizer.copy()
         # ruff: enable[SLF001]
@@ -166,7 +168,7 @@ class Sample:
     def take(
         self, token_id: int, output: types_pb2.StepOutput | None = None, weights: int | None = None
     ) -> runner_pb2.SampleChunk:
-        """Adds the next token. The rest is what is known of it: nothing when resumed from the journal."""
+        """Adds the next token. `output`, `weights`: None for tokens that are resumed from the journal."""
         chunk = self._chunk()
         chunk.token_ids.append(token_id)
         if output is not None:
@@ -182,7 +184,8 @@ class Sample:
                 chunk.text = text
             else:
                 chunk.text = self._stops.push(text)
-                # A sample that ends here ends with this text, even if another token could change it.
+                # The text may end with a stop text only as long as no further token changes its last
+                # character.
                 is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:
             self.matcher.take(token_id)
@@ -195,8 +198,8 @@ class Sample:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
         elif output is not None and (met := self._condition_met(output)):
             self._finish(chunk, met)
-        elif self._divider is not None:
-            self._divider.divide(chunk)
+        elif self._parser is not None:
+            self._parser.parse(chunk)
         return chunk
 
     def _add_output(
@@ -217,7 +220,7 @@ class Sample:
             chunk.experts.append(output.experts)
 
     def _condition_met(self, output: types_pb2.StepOutput) -> runner_pb2.FinishReason | None:
-        """Why a token is the last one, if it is. One that is resumed from the journal was not."""
+        """Why this token is the last one, if it is. Tokens that are resumed from the journal were not."""
         least, most = self.spec.min_logprob, self.spec.max_entropy
         if least is not None and output.logprob < least:
             return runner_pb2.FINISH_REASON_UNLIKELY
@@ -226,13 +229,13 @@ class Sample:
         return None
 
     def complete(self) -> runner_pb2.SampleChunk:
-        """Ends it: its constraint allows no further token."""
+        """Ends the sample, whose constraint allows no further token."""
         chunk = self._chunk()
         self._finish(chunk, runner_pb2.FINISH_REASON_STOP)
         return chunk
 
     def fail(self, error: status_pb2.Status) -> runner_pb2.SampleChunk:
-        """Ends it with an error. Earlier chunks stay valid."""
+        """Ends the sample with an error. Earlier chunks stay valid."""
         chunk = self._chunk()
         chunk.error.CopyFrom(error)
         self._finish(chunk, runner_pb2.FINISH_REASON_ERROR)
@@ -262,5 +265,5 @@ class Sample:
             chunk.usage.accepted_draft_tokens = self.drafter.accepted
         # Own hardware has no price per token.
         chunk.usage.cost_usd = 0
-        if self._divider is not None:
-            self._divider.divide(chunk)
+        if self._parser is not None:
+            self._parser.parse(chunk)

@@ -1,10 +1,10 @@
 """Speculative decoding of one sample: which tokens are drafted, and how many.
 
-A step verifies a draft together with the next token. A draft is kept only where it is the token that the
-model chooses there (VERIFY_ACCEPT_SAMPLED), so a wrong one costs time, and never changes the text. There are
-two sources. Prompt lookup: what followed the last tokens where they occurred before is likely to follow
-again, in edits of code, answers that quote their prompt, lists. And a draft model, whose tokens come with the
-answer to an append that asks for them. Pure, except that times are given to it.
+A step verifies a draft together with the next token. A draft token is kept only if the model chooses the same
+one there (VERIFY_ACCEPT_SAMPLED), so a wrong draft costs time, but never changes the text. There are two
+sources. Prompt lookup: what followed an earlier occurrence of the last tokens is likely to follow again, as
+in edits of code, answers that quote their prompt, or lists. And a draft model, whose tokens come with the
+answer to an append that asks for them. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-# Where the last four tokens occurred before, else where the last three did. Two often occur again by chance.
+# Looks for the last four tokens, then for the last three. Two often occur again by chance.
 _NGRAMS: Final = (4, 3)
 # Earlier tokens are forgotten: a lookup takes 0.05 ms, and at worst half a millisecond.
 _MAX_TOKENS: Final = 8_192
@@ -62,7 +62,7 @@ class PromptLookup:
         return known
 
     def _followed_before(self) -> int | None:
-        """Where, in bytes, what followed the last tokens begins: the last time that they occurred."""
+        """The byte offset of what followed the latest earlier occurrence of the last tokens."""
         tokens = self._tokens
         for ngram in _NGRAMS:
             size = ngram * _TOKEN_BYTES
@@ -178,7 +178,7 @@ class Drafter:
             self._lookup.push(token_id)
 
     def wanted(self, room: int) -> int:
-        """How many tokens the draft model is to draft behind that which the next append chooses."""
+        """How many tokens the draft model is to draft after that which the next append chooses."""
         return self.most(room) if self._lookup is None else 0
 
     def most(self, room: int) -> int:
@@ -186,7 +186,7 @@ class Drafter:
         return max(0, min(self._length.current, room))
 
     def draft(self, room: int) -> Sequence[int]:
-        """The tokens that are verified behind the last one, as many as `most` says or fewer."""
+        """The tokens that are verified after the last one, as many as `most` says or fewer."""
         length = self.most(room)
         if not length:
             return ()

@@ -13,7 +13,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a sample may not choose, beside what its mask forbids.
+    """The tokens that a sample may not choose, beside those that its mask forbids.
 
     Attributes:
         min_tokens: The least number of its tokens before one of `end_ids` may follow.

@@ -193,7 +193,7 @@ def _refuse(_constant: str) -> NoReturn:
 
 
 def _finite(digits: str) -> float:
-    """What is beyond the largest float would be written as Infinity, which is no JSON. Raises ValueError."""
+    """Raises ValueError for numbers beyond the largest float: they would be written as Infinity."""
     number = float(digits)
     if math.isinf(number):
         raise ValueError

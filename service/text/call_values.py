@@ -37,7 +37,7 @@ _PYTHON_ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryErro
 
 
 class NoCall(Exception):
-    """What was read is no call, and none of it was returned."""
+    """The text that was read is no call, and nothing of it was returned."""
 
 
 def is_name(text: str) -> bool:

@@ -72,7 +72,7 @@ async def prompt_of(
 
 
 def _up_to_content(text: str) -> str:
-    """A prompt without what the template writes behind the content of the last message."""
+    """A prompt without what the template writes after the content of the last message."""
     end = text.rfind(_CONTENT_END)
     if end < 0:
         message = "the chat template does not write the content of the last message"

@@ -49,7 +49,7 @@ class Pattern:
             self._begins.append(re.compile(begin))
 
     def match(self, text: str) -> dict[str, str] | None:
-        """What stands for the placeholders, if this is one of the texts."""
+        """The values of the placeholders, if this is one of the texts."""
         for pattern in self._whole:
             if match := pattern.fullmatch(text):
                 return match.groupdict()
@@ -135,7 +135,7 @@ class ReasoningFormat:
 
     @property
     def opening(self) -> str:
-        """What is written before thoughts."""
+        """The text that begins thoughts."""
         return self.begin or "<|channel|>analysis<|message|>"
 
 
@@ -149,7 +149,7 @@ _CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", " <｜tool▁calls▁end｜
 
 # The first whose marks a template has is used.
 TOOL_FORMATS = (
-    # The prompt ends behind the role, which a recipient may follow.
+    # The prompt ends after the role, which a recipient may follow.
     ToolFormat(
         "openai", ("<|start|>", "<|channel|>", "<|message|>"), ("<|start|>", "<|channel|>"),
         Arguments.MESSAGE, first="to=",
@@ -257,14 +257,14 @@ REASONING_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """What a model writes beside its answers. None: nothing of that kind that is known."""
+    """The formats of thoughts and tool calls in a model's output. None: unknown, or there are none."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
     @property
     def markers(self) -> frozenset[str]:
-        """What must not be lost, even if it is a special token."""
+        """Texts that must not be lost, even if they are special tokens."""
         found = {"<|message|>"}
         if self.tools is not None:
             texts = (self.tools.opening, *self.tools.head, self.tools.tail, self.tools.closing)
@@ -280,7 +280,7 @@ _MARKER = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 
 @functools.lru_cache(maxsize=64)
 def formats_of(template: str, tools: str = AUTO, reasoning: str = AUTO) -> OutputFormats:
-    """What a model with this chat template writes, or what the settings say by name."""
+    """The formats of a model with this chat template, or those that the settings name."""
     return OutputFormats(
         _chosen(tools, TOOL_FORMATS, lambda each: all(mark in template for mark in each.marks)),
         _chosen(reasoning, REASONING_FORMATS, lambda each: each.opening in template),

@@ -414,7 +414,7 @@ class OutputParser:
 
 @functools.lru_cache(64)
 def _beginnings(markers: frozenset[str]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """What finds a character with which one of the markers begins, and all texts with which one begins."""
+    """A pattern for the first character of a marker, and all beginnings of markers."""
     firsts = "".join(sorted({marker[0] for marker in markers}))
     found = frozenset(marker[:end] for marker in markers for end in range(1, len(marker) + 1))
     return re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)"), found

@@ -125,7 +125,7 @@ def _landlock() -> None:
 
 
 def _allow_reading(ruleset: int, path: str) -> None:
-    """Also all that is below it. What is not there is left out."""
+    """Allows reading a path and everything below it. Skips it if it does not exist."""
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

@@ -27,10 +27,10 @@ class TaskPool:
         self._kind = kind
         self._setup_task = setup_task
         self._turns = Turns(kind.max_processes)
-        # The most recently used last.
+        # Most recently used last.
         self.idle = [] if first is None else [first]
         self._busy: set[TaskProcess] = set()
-        # What goes on although its caller has left.
+        # Work that continues although its caller has left.
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_closed = False
 
@@ -39,7 +39,7 @@ class TaskPool:
     ) -> _Result:
         """Calls `work` with a process when it is the tenant's turn. The turn lasts as long as the work does.
 
-        If the call is cancelled meanwhile, the process ends, or the work goes on, as the kind says. Retries
+        If the call is cancelled meanwhile, the process ends or the work continues, as the kind says. Retries
         if something other than this task ended the process. Raises what `work` raises; Draining once the pool
         is closed.
         """

@@ -65,7 +65,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int | None = None) -> tuple[li
 
 
 def _texts(tokenizer: Tokenizer, all_ids: Sequence[int], ids: Sequence[int]) -> list[str | None]:
-    """The text of each of `ids` behind another token; None: it changes where that is repeated or followed."""
+    """The text of each of `ids` after another token; None: it changes where that is repeated or followed."""
     anchor, begin, end = _anchor(tokenizer, all_ids)
     last = _decode(tokenizer, [[anchor, token_id, token_id] for token_id in ids])
     between = _decode(tokenizer, [[anchor, token_id, token_id, anchor] for token_id in ids])

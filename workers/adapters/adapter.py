@@ -30,7 +30,7 @@ class Adapter:
         weights: By the names of the model's modules; float32, owned by the caller.
         rank: The largest rank; 0: it is a steering vector.
         identity: Of the directory when it was read; see `identity`.
-        steering: What it adds behind layers, by layer; likewise.
+        steering: What it adds after layers, by layer; likewise.
     """
 
     weights: LoraWeights

@@ -1,4 +1,4 @@
-"""Reads a steering vector (control vector): an adapter that adds to the residual stream behind layers.
+"""Reads a steering vector (control vector): an adapter that adds to the residual stream after layers.
 
 It has the files of an adapter. adapter_config.json has the peft_type STEERING_VECTOR and may have a
 `strength`. adapter_model.safetensors has a tensor direction.N for each steered layer, counted from 0, as

@@ -122,7 +122,7 @@ class AdapterTable(Generic[_Weights]):
             self._want(known)
 
     def count(self, forward: Forward) -> None:
-        """Counts a forward as a use of its adapter. A replay is one that nobody has requested."""
+        """Counts a forward as a use of its adapter. Metrics leave out replays, which no caller requested."""
         known = self._known.get(forward.adapter)
         if known is not None:
             if forward.kind is not Kind.REPLAY:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from workers.common.regular_files import open_regular
+from workers.common.trusted import open_regular
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PART_BYTES: Final = 1 << 20

@@ -113,7 +113,7 @@ class MessageStream(asyncio.Protocol, Generic[Received]):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """See asyncio.Protocol. Else it would last until all is written, and nobody may read that."""
+        """Closes the stream. Otherwise it would last until everything is written, which nobody may read."""
         self.close()
 
     def pause_writing(self) -> None:

@@ -2,7 +2,8 @@
 
 Any user can make a directory in one that all may write to, such as the system's temporary directory, before
 this user does. Whoever can rename a directory can put another one in its place. So all directories above a
-file are looked at, too.
+file are looked at, too. In a directory that others write to, a pipe or a device may be in the place of a file
+(`open_regular`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import pwd
 import stat
 from collections import deque
+from io import BufferedReader
 from pathlib import Path
 
 _MAX_LINKS = 40
@@ -110,3 +112,18 @@ def _is_mounted_for_this_user(path: Path, status: os.stat_result) -> bool:
     if os.statvfs(path).f_flag & os.ST_RDONLY:
         return True
     return bool(status.st_mode & stat.S_ISGID) and _is_own_group(status.st_gid) and path.is_mount()
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Opens a regular file, or with `follow` the one that it links to, for reading. The caller closes it.
+
+    Raises OSError, also for a directory, pipe, socket or device; ValueError for a name with a NUL character.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+    descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        # `fdopen` would leave that of a directory open.
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")

@@ -16,7 +16,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 def unknown_field(message: Message, path: str = "") -> str:
     """The path of the first unknown field of a message, or of one in it; "": there is none.
 
-    The path ends with the field's number: it has no name here. `path`: of the message, with a dot behind it.
+    The path ends with the field's number: it has no name here. `path`: of the message, with a dot after it.
     """
     unknown = UnknownFieldSet(message)
     if len(unknown):

@@ -97,7 +97,7 @@ class ModelSlots:
 
 
 def on_made(runner: Runner | None) -> Callable[[], None]:
-    """What is done when there are slots: a runner with graphs captures those of decodes with adapters."""
+    """The callback when slots were made: a runner with graphs captures those of decodes with adapters."""
     return runner.capture_lora if isinstance(runner, CudaGraphRunner) else lambda: None
 
 

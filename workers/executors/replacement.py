@@ -87,7 +87,7 @@ class WeightsReplacement(Generic[_Weights]):
         self.submit(ReplacementRead(op_id, outcome))
 
     def was_read(self, read: ReplacementRead) -> Sequence[WeightsRead | Failed]:
-        """Takes what was read. Returns the answer; none if nobody wants it any more."""
+        """Takes the weights that were read. Returns the answer, unless the read was discarded meanwhile."""
         if read.op_id != self._wanted:
             if not self._wanted:
                 # Other processes may have begun to read only after they were told to forget it.

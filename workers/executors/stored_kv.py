@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 def open_kv_disk(
     executor: ModelExecutor, model: Path | None, directory: Path, *, max_bytes: int, write_bytes_per_s: float
 ) -> KvDisk | None:
-    """What stores the KV of an executor. None, after a line in the log: it cannot be stored.
+    """The `KvDisk` that stores the KV of an executor. None, after a line in the log: it cannot be stored.
 
     model: where its weights are; None: it has none.
 

@@ -67,7 +67,7 @@ class WritesFailed:
 
 @dataclass(frozen=True, slots=True)
 class WritesGoOn:
-    """It may take writes again by now."""
+    """The disk may accept writes again."""
 
 
 @dataclass(frozen=True, slots=True)

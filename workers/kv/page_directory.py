@@ -169,7 +169,7 @@ class PageDirectory:
 
     @contextlib.contextmanager
     def _entries(self, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """What is in a directory: nothing, if there is none that may be read."""
+        """The entries of a directory. Nothing if it does not exist or cannot be read."""
         try:
             descriptor = os.open(path, _OPEN_DIRECTORY, dir_fd=self._root)
         except OSError as error:
@@ -371,7 +371,7 @@ def _folders(path: str) -> tuple[str, str]:
 
 
 def _rounded(size_bytes: int) -> int:
-    """What a file of this size takes on disk."""
+    """The space that a file of this size takes on disk."""
     return -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES
 
 

@@ -99,7 +99,7 @@ class PageFiles:
         return {key[IDENTITY_BYTES:] for key in keys if key.startswith(self._identity)}
 
     def _header(self, digest: bytes, views: Sequence[memoryview]) -> bytes:
-        """What the file of a page with these contents begins with."""
+        """The header of the file of a page with these contents."""
         checksums = struct.pack(f"<{len(views)}I", *map(zlib.crc32, views))
         return _HEADER.pack(_MAGIC, self._identity, digest) + checksums
 

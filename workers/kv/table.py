@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from quire.v1.types_pb2 import PoolUsage
 
 from workers.kv.disk_pages import DiskPages
-from workers.kv.held_pages import HeldPages
 from workers.kv.integrity import IntegrityCheck
-from workers.kv.page_pool import DIGEST_BYTES, IntegrityError, PagePool, is_state
+from workers.kv.page_pool import DIGEST_BYTES, HeldPages, IntegrityError, PagePool, is_state
 from workers.kv.page_tables import PageTables
 from workers.kv.prefixes import Prefixes, last_digest
 from workers.kv.sequence import ALL, NO_ROW, KvSequence, Rows, SequenceColumns

@@ -56,7 +56,7 @@ class LayerKv:
 
 
 class OtherRanks(Protocol):
-    """The other ranks of a worker, which have pages of the same numbers: see `runners.tensor_parallel`."""
+    """The other ranks of a worker, which number their pages alike: see `runners.tensor_parallel`."""
 
     # The number of ranks, including this one.
     ranks: int
@@ -75,8 +75,8 @@ class KvTensors:
 
     Attributes:
         quantised: Whether keys and values are stored in 8 bits with a scale each.
-        others: Of rank 0, the others, which copy what this one copies; None: there are none.
-        states: Of a model with recurrent layers; None: it has none.
+        others: On rank 0, the other ranks, which copy what this one copies. None: there are none.
+        states: The states of recurrent layers. None: the model has none.
     """
 
     def __init__(  # noqa: PLR0913 - how the pages of a model are stored
@@ -98,12 +98,13 @@ class KvTensors:
             layers: The shape of each layer; they may differ.
             num_pages: P.
             page_size: S.
-            dtype: Of keys and values, or with 8 bits of the products with them.
+            dtype: The dtype of keys and values, or if they have 8 bits, of products with them.
             device: Their device.
             pack: Pack the pages of layers for which there are compiled kernels.
-            states: What recurrent layers keep. With it there may be no other layers: pages then hold nothing.
+            states: The states of recurrent layers. If there are no other layers, pages hold nothing.
             quantised: Store keys and values in 8 bits with a scale each, in packed pages.
-            row_dtype: Of what is written, and of queries; None: the dtype. Packed pages may be narrower.
+            row_dtype: The dtype of what is written, and of queries. None: `dtype`. Packed pages may be
+            narrower.
 
         Raises:
             ValueError: A size is below 1, there are no layers, or no kernels for such pages of one.

@@ -37,7 +37,7 @@ def active_products(
     quantization: str | None = None,
     rounds_rows: bool = True,
 ) -> str:
-    """What multiplies by weights of a dtype, as an operator reads it; with `SLOW` if the CPU could do better.
+    """The kernels that multiply by weights of a dtype, for operators; with `SLOW` if the CPU could do better.
 
     "cpu-avx2 (bfloat16 weights, float32 inputs and sums)".
     """

@@ -1,4 +1,4 @@
-"""What adapters add to a decoder: which projections may have them, their slots, and steering vectors."""
+"""Adapters of a decoder: the projections that may have them, their slots, and steering vectors."""
 
 from __future__ import annotations
 

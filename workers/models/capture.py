@@ -1,4 +1,4 @@
-"""What a forward keeps of its layers for the caller: hidden states, and the experts of tokens.
+"""Captures data of a forward's layers for the caller: hidden states, and the experts of tokens.
 
 Layers are numbered as in `hidden_states` of the transformers library: 0 is the embedding that the first layer
 reads, i is the output of layer i, and the last one is after the final norm.

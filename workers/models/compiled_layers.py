@@ -100,7 +100,7 @@ class CompiledSublayers:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the sublayers one after the other. Mutates `x` too."""
+        """Runs the sublayers one after the other. Mutates `x`, too."""
         inputs = context.inputs
         assert not isinstance(context.lora_slots, SortedRows), "these are slots on the CPU"
         if self._kv is None or self._kv() is not context.kv:

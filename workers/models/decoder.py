@@ -202,7 +202,7 @@ class Decoder(Adapted):
         )
 
     def _sublayers(self) -> list[Sublayer]:
-        """In order."""
+        """The sublayers of all layers, in order."""
         return [sublayer for layer in self.layers for sublayer in layer]
 
     def _parted(self) -> tuple[list[Sublayer], list[Sublayer]]:
@@ -285,7 +285,7 @@ class Decoder(Adapted):
     def draft(
         self, inputs: ForwardInputs, before: torch.Tensor, kv: KvTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of the tokens behind one token of each item, by the head for multi-token prediction.
+        """The logits of the tokens after one token of each item, by the head for multi-token prediction.
 
         Mutates `kv`: writes the keys and values of the head.
 
@@ -296,7 +296,7 @@ class Decoder(Adapted):
             kv: As for `forward`.
 
         Returns:
-            [N, V], and [N, C] for the tokens behind these.
+            [N, V], and [N, C] for the tokens after these.
         """
         assert self.mtp_head is not None
         context = ForwardContext(inputs, kv, self._rotations(inputs.positions, kv), self.batch_invariant)

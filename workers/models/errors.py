@@ -27,7 +27,7 @@ def without_path(message: str, directory: Path) -> str:
 
 
 def for_clients(message: str, directory: Path) -> str:
-    """The same without other paths either, and without the text of exceptions of the transformers library."""
+    """The message without any paths, and without the text of exceptions of the transformers library."""
     said = _LIBRARY_EXCEPTION.sub(r"\1", without_path(message, directory))
     return _PATH.sub("a file", said)
 

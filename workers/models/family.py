@@ -1,4 +1,4 @@
-"""What code has to know of a model family that its config.json does not say."""
+"""The properties of a model family that are not in its config.json."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class FewRows:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As the sublayers one after the other. The output may be None: it is in the residual stream."""
+        """Runs the sublayers one after the other. Returns None if the output is in the residual stream."""
         # Between a layer's two sublayers the wanted rows may be selected.
         few = len(residual) <= MOST_ROWS and context.lora_slots is None and not context.batch_invariant
         squares: torch.Tensor | None = None

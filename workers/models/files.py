@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from workers.common import regular_files
+from workers.common import trusted
 from workers.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def open_regular(file: Path) -> BufferedReader:
     Raises ModelError if it cannot be opened, or is a directory, FIFO, socket or device.
     """
     try:
-        return regular_files.open_regular(file)
+        return trusted.open_regular(file)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # an invalid name, such as one with a NUL byte

@@ -1,4 +1,4 @@
-"""What keys and values depend on besides their tokens and salt: the identity of KV that is stored.
+"""The identity of stored KV: a digest of all that keys and values depend on beside tokens and salt.
 
 Two workers with the same identity compute the same bits for a page, or at least bits that either could have
 computed. So one can go on with the pages of the other.

@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA): the keys and values of all heads are projections of one narrow vector.
 
-Pages have that vector, the latent, and behind it the part of a key that is rotated, which all heads share.
+Pages have that vector, the latent, and after it the part of a key that is rotated, which all heads share.
 `kv_b_proj` is not applied to what is in pages: its rows of keys are multiplied by the queries, and its rows
 of values by what is attended to (the "absorbed" form). So attention has one key-value head, whose values are
 the first elements of its keys.

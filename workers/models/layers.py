@@ -142,7 +142,7 @@ class Projected(Body):
 
     @abstractmethod
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """What `output` gets, of the rows of `into`. Need not return rows if `is_last` and none is wanted."""
+        """The input of `output`, made of the rows of `into`. No rows if `is_last` and none is needed."""
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         for projection in self._every:
@@ -242,7 +242,7 @@ class Sublayer:
         return x if self.scale == 1.0 else x * self.scale
 
     def enter(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        """What the body gets. Mutates `residual`: x is added to it."""
+        """The input of the body. Mutates `residual`: x is added to it."""
         if x is None:
             return residual if self.before is None else self.before(residual)
         if self.before is None:

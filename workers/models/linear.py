@@ -155,7 +155,7 @@ class Linear:
             first += taken.num_rows
 
     def origins(self) -> Iterator[tuple[str, str, list[int]]]:
-        """Where files have other projections than a checkpoint: the name there, its own, and which rows."""
+        """For projections that the files name otherwise: the name there, its own name, and its rows."""
         if self._stored is self.taken:
             return
         own = [(name, row) for name, part in self.taken.items() for rows in part.rows for row in rows]

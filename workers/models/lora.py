@@ -85,7 +85,7 @@ class ExpertProjection:
         yield from zip(self.parts, shapes, strict=True)
 
     def stack(self, prefix: str) -> ExpertStack:
-        """What PEFT adapts together."""
+        """The projections that PEFT adapts together."""
         parts, width = [prefix + name for name in self.parts], len(self._taken)
         experts = (tuple(parts[at : at + width]) for at in range(0, len(parts), width))
         return ExpertStack(tuple(experts), self._by_turns and width > 1)
@@ -100,7 +100,7 @@ class ExpertProjection:
         self.lora = ExpertTable(slots, self._inputs, outputs) if slots else None
 
     def pairs_of(self, pairs: Sequence[LoraPair | None], dtype: torch.dtype) -> ExpertPairs:
-        """What an adapter adds, of the pairs of `parts`."""
+        """The LoRA pairs of an adapter for `parts`."""
         experts, width = list[LoraPairs | None](), len(self._taken)
         outputs = [taken.num_rows for taken in self._taken.values()]
         for at in range(0, len(pairs), width):
@@ -126,7 +126,7 @@ class PackedLora:
     Attributes:
         projections: What it adds to each projection of the model, in their order; None: nothing.
         bytes: Its memory.
-        steering: [L, C] what it adds behind each layer; None: nothing.
+        steering: [L, C] what it adds after each layer; None: nothing.
         made_for: The model whose weights it depends on (DoRA); None: it depends on none.
     """
 
@@ -261,7 +261,7 @@ class BaseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Adaptable:
-    """What adapters of a model may have.
+    """The modules and layers that adapters of a model may change.
 
     Attributes:
         modules: The outputs and inputs of each module that may have an adapter, by its name.

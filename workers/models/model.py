@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """What clients read about a model, named as in the protos. Sizes in elements, tokens and bytes.
+    """The description of a model for clients, named as in the protos. Sizes in elements, tokens and bytes.
 
     Attributes:
         num_kv_heads: Of the first layer with keys and values, as `head_dim`. 0: there is none.

@@ -1,17 +1,17 @@
-"""A model's own head for multi-token prediction (MTP), with which it drafts: one decoder layer behind it.
+"""A model's own head for multi-token prediction (MTP), which drafts: one decoder layer after the last one.
 
-Of the model's last hidden row h[i - 1] and the token t[i] behind it the layer makes a row, whose logits, by
-the model's own head, are of t[i + 1]:
+From the model's last hidden state h[i - 1] and the next token t[i] the layer computes a state from which the
+model's output head computes the logits of t[i + 1]:
 
     x[i] = projection(norm(embedding(t[i])), norm(h[i - 1]))
     g[i] = layer(x[i]), which attends to x[1] .. x[i];  logits = head(norm(g[i]))
 
-In place of h[i] it also takes what it has made of t[i] itself. So one head drafts any number of tokens.
+In place of h[i] it can take its own g[i]. So one head drafts any number of tokens.
 
-Its keys and values are in the pages of the model, as those of one more layer: row i in the slot of token i.
-A forward of the model writes them, so they are there whatever happens to a sequence. What it needs of the
-token before the first of a forward, h[i - 1], is a recurrent state of the sequence (`workers.kv.states`).
-There is no h[-1], so position 0 is never attended to.
+Its keys and values are in the pages of the model, as of one more layer: row i in the slot of token i. A
+forward of the model writes them, so that they always match the sequence. The h[i - 1] before the first token
+of a forward is a recurrent state of the sequence (`workers.kv.states`). There is no h[-1], so position 0 is
+never attended to.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437), section 2.2, and the models `deepseek_mtp` and `qwen3_next_mtp` of
 vLLM. The transformers library reads no such tensors.
@@ -68,7 +68,7 @@ class MtpHead:
 
     @property
     def state_shape(self) -> StateShape:
-        """What is kept of a sequence: the last hidden row."""
+        """The state that is kept of a sequence: the last hidden state."""
         weight = self._projection.weight
         return StateShape((1, weight.shape[0]), weight.dtype)
 

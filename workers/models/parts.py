@@ -1,4 +1,4 @@
-"""What weights are filled with: parts of stored tensors."""
+"""Parts of stored tensors, with which weights are filled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class QuantisedRows(ABC):
 
     @abstractmethod
     def dense(self, group: int) -> torch.Tensor:
-        """What they stand for: [n, I] float32. `group`: the inputs with one scale."""
+        """[n, I] float32, the dequantised rows. `group`: the number of inputs with one scale."""
 
     @abstractmethod
     def write(self, weight: Weight, first: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ def key_of(
     *,
     batch_invariant: bool,
 ) -> str:
-    """What a check depends on, as a digest. The arguments are those of `check_native`. Raises ModelError.
+    """A digest of all that a check depends on. Arguments as for `check_native`. Raises ModelError.
 
     Libraries are known by their versions.
     """

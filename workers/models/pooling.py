@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = ("Transformer", "Normalize")
 def read_pooling(directory: Path) -> str:
     """The pooling that a model's files name, with what follows it after a plus sign: "mean+Dense".
 
-    Of a cross-encoder "LogitScore", and behind colons its tokens for yes and for no.
+    Of a cross-encoder "LogitScore", and after colons its tokens for yes and for no.
 
     Empty: they name none. "unknown", with a warning in the log: they cannot be read.
     """
@@ -59,7 +59,7 @@ def makes_embeddings(directory: Path) -> bool:
 
 
 def _named(directory: Path, module: object) -> str:
-    """What a module does with hidden states. Empty: nothing. Raises ModelError."""
+    """The operation of a module on hidden states. Empty: none. Raises ModelError."""
     if not isinstance(module, Mapping) or not isinstance(module.get("type"), str):
         raise ModelError("a module has no type")
     kind = str(module["type"]).rpartition(".")[2]

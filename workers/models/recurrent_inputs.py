@@ -1,4 +1,4 @@
-"""What layers with recurrent states need of a batch: the tokens that are computed again, and which states.
+"""Prepares a batch for recurrent layers: adds the tokens that are computed again, and says which states.
 
 See `workers.kv.states`: a sequence may be longer than its last state. The tokens between are computed again
 in front of the item's own. Their keys and values are in the pages already, and are not written.

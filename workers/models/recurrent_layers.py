@@ -95,7 +95,7 @@ class RecurrentMixer(Projected):
     @property
     @abstractmethod
     def state_shapes(self) -> tuple[StateShape, ...]:
-        """What is kept of a sequence."""
+        """The shapes of the states that are kept of a sequence."""
 
     @abstractmethod
     def mix(
@@ -192,7 +192,7 @@ class Scan(RecurrentMixer):
         return torch.cat([*self._convolutions])[:, 0].t().contiguous()
 
     def _shared_weights(self) -> dict[str, Any]:
-        """What Mamba 2 and the gated delta rule have."""
+        """The weights that Mamba 2 and the gated delta rule have in common."""
         named = self.parameters
         return {
             "taps": self._taps,

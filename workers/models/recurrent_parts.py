@@ -1,4 +1,4 @@
-"""What the recurrent layers of a model are made of, for the builder.
+"""The parts of recurrent layers, for the builder.
 
 Dimension letters: as in `kernels.mamba1`, `kernels.mamba2` and `kernels.gated_delta`; C hidden width.
 """

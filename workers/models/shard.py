@@ -219,7 +219,7 @@ def _why_not(config: ModelConfig, ranks: int) -> str:
 
 
 def _recurrent_sizes(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """What ranks divide in recurrent layers, and what several ranks may have instead, by name."""
+    """The sizes that ranks divide in recurrent layers, and those that several ranks may share, by name."""
     sizes = config.recurrent
     if isinstance(sizes, ShortConvConfig):
         return {"hidden_size": config.hidden_size}, {}

@@ -58,10 +58,10 @@ class ModelSource(Protocol):
         """
 
     def notes(self) -> Sequence[str]:
-        """What of the model has no effect here, each a line. Raises ModelError."""
+        """Parts of the model that have no effect here, a line for each. Raises ModelError."""
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
-        """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
+        """The data that clients need for texts; see `workers.models.text.read_text`. Raises ModelError."""
 
 
 class DirectorySource:

@@ -1,4 +1,4 @@
-"""Steering vectors: what is added to the residual stream behind each layer, another one for each row or none.
+"""Steering vectors: what is added to the residual stream after each layer, another one for each row or none.
 
 Dimension letters: T rows; n rows that have vectors; S slots; L layers; C hidden size.
 """
@@ -29,7 +29,7 @@ class SteeredRows:
         self._sets_of_rows = sets[self._rows]  # [n]
 
     def of(self, wanted_rows: torch.Tensor) -> SteeredRows:
-        """The same for some rows of the forward, in their order."""
+        """The vectors for some rows of the forward, in their order."""
         return SteeredRows(self._sets.index_select(0, wanted_rows), self._vectors)
 
     def add(self, x: torch.Tensor, layer: int) -> None:
@@ -39,7 +39,7 @@ class SteeredRows:
 
 @dataclass(frozen=True, slots=True)
 class SteeredStage:
-    """A `Stage` that ends with the last sublayer of a layer, counted from 0, and the vectors behind it."""
+    """A `Stage` that ends with the last sublayer of a layer, counted from 0, and the vectors after it."""
 
     stage: Stage
     steered: SteeredRows

@@ -59,7 +59,7 @@ Token: TypeAlias = str | AddedToken
 
 @dataclass(frozen=True, slots=True)
 class TokenSettings:
-    """What the files say about tokens.
+    """The settings of tokens in the files.
 
     Attributes:
         named: Special tokens by the names that templates use; None: the files say that there is none.

@@ -5,7 +5,7 @@ by its temperature alone. A second, short one copies the logits of these rows, a
 replaces the tokens. The other rows are not read, and nothing waits for the host.
 
 There is a second graph for each number of such rows, rounded up to a bucket. The rest of a bucket is padded:
-such a row chooses for row 0 of the batch, and its result is put behind those of the batch.
+such a row chooses for row 0 of the batch, and its result is put after those of the batch.
 
 Penalties need the tokens before the next one. How often each occurs is counted when a row is loaded, and each
 second graph counts the tokens that it has chosen: so steps with penalties follow each other without the host.
@@ -49,7 +49,7 @@ _NO_ROW = -1
 
 
 class Adjustments(NamedTuple):
-    """What a batch needs, on the host.
+    """The adjustments that a batch needs, on the host.
 
     Attributes:
         which: The rows, those with masks first.
@@ -99,7 +99,7 @@ class AdjustedRows:
         # How often each token occurs in the text of a row: see `kernels.cuda.sampling_adjust`.
         self._counts = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)  # [B, V]
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
-        # Two steps can be on their way. Each has the event behind its transfers.
+        # Two steps can be on their way. Each has the event after its transfers.
         staging = [_Memory(max_rows, vocab, torch.device("cpu"), pinned=pinned) for _ in range(2)]
         self._staging = [(memory, queue.event()) for memory in staging]
         # How many biases may be on the device.
@@ -110,7 +110,7 @@ class AdjustedRows:
         self._num_biases = 0
 
     def prepare(self, batch: Sequence[SamplingRow], which: Sequence[int]) -> Adjustments | None:
-        """What these rows of a batch need. None: there is no room for their biases or histories."""
+        """The adjustments of these rows of a batch. None: there is no room for their biases or histories."""
         key = which, [batch[index].spec for index in which]
         stays = not any(batch[index].mask or _has_penalty(batch[index]) for index in which)
         if stays and key == self._loaded:
@@ -233,7 +233,7 @@ class AdjustedRows:
         """
         ours = {name: column[part] for name, column in self._columns.items()}
         count = part.stop - part.start
-        # Biases and masks that none of these rows has are applied to one behind them.
+        # Biases and masks that none of these rows has are applied to one after them.
         copy = torch.empty(count + 1, logits.shape[1], dtype=torch.float32, device=logits.device)
         copy[:count] = logits.index_select(0, ours["rows"])
         copy[count:].zero_()

@@ -1,4 +1,4 @@
-"""What the ranks of a group compute together, by torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""Collective operations of a group's ranks, by torch.distributed: gloo between CPUs, NCCL between GPUs.
 
 Does not know models or steps.
 """

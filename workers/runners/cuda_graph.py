@@ -12,11 +12,11 @@ states, given experts, tokens that follow an older state) run eagerly with the s
 more slowly, if a capture fails. With graphs switched off, the kernels of a decode are launched one by one,
 over the same memory and as far ahead.
 
-Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
-(`launch`), with other rows whose tokens the host has: so the device does not wait for the host between them.
-Chunks of prompts may be in the same forward: it is launched kernel by kernel over the memory of the graph.
-Until the tokens of the last launched step are read, its buffers are taken: other steps run eagerly then,
-behind it.
+While a step of decodes runs, the next one can be launched (`launch`) for callers that continue with the
+chosen tokens, with other rows whose tokens the host knows. So the device does not wait for the host between
+steps. Chunks of prompts may be in the same forward, which is then launched kernel by kernel over the memory
+of the graph. Until the tokens of the last launched step are read, its buffers are in use: other steps run
+eagerly, after it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class DecodeBuffers:
     """Owner of the device memory that decode graphs read and write. Tensors never move.
 
     Attributes:
-        results: What a step writes, with room behind its rows.
+        results: What a step writes, with room after its rows.
         chosen: [B] int64, where it writes the token of each row.
         best: [B] float32, where it writes the largest logit of each row, which must be finite.
         adjusted: Which rows of the batch need more than a temperature.

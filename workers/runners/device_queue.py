@@ -13,7 +13,7 @@ class Event(Protocol):
     """An event, like torch.cuda.Event."""
 
     def record(self) -> None:
-        """Put it behind what was launched so far."""
+        """Put it after what was launched so far."""
 
     def query(self) -> bool:
         """Whether everything before it is done."""

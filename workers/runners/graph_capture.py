@@ -24,7 +24,7 @@ class CaptureError(Exception):
 
 
 def launch_each(run: Callable[[], None]) -> Callable[[], None]:
-    """In place of a capture: repeats the launches themselves. The first ones compile what they need."""
+    """Repeats the launches instead of capturing a graph. The first ones compile what they need."""
     run()
     return run
 

@@ -88,11 +88,11 @@ class CapturedGraphs:
         return self._graphs[self._bucket(rows), lora]
 
     def prepare(self, rows: Sequence[SamplingRow], which: Sequence[int]) -> Adjustments | None:
-        """What is needed to choose once more for these rows. None: no graph can."""
+        """Prepares choosing again for these rows. None: no graph can do that."""
         return None if self.adjusted is None else self.adjusted.prepare(rows, which)
 
     def load_adjusted(self, needed: Adjustments | None) -> Callable[[], None] | None:
-        """What chooses once more for rows of the batch that the buffers have. None: nothing has to."""
+        """Returns what chooses again for rows of the batch in the buffers. None: no row needs it."""
         if needed is None or self.adjusted is None:
             return None
         self.adjusted.load(needed, *self.buffers.tokens)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, as bytes: JSON, which says what follows, and tensors of integers.
+"""The messages of rank 0 to the other ranks, as bytes: JSON that describes what follows, and integer tensors.
 
 Dimension letters: N items; B tokens that are computed again; W states that are written.
 """
@@ -27,7 +27,7 @@ _LENGTHS = struct.Struct("<2q")
 
 
 class PlanKind(enum.IntEnum):
-    """What the ranks do next, and the numbers that say more."""
+    """What the ranks do next, with its numeric arguments."""
 
     FORWARD = 0  # the way
     COPY_PAGES = 1

@@ -97,7 +97,7 @@ def _check_framing(head: bytes, request: h11.Request) -> None:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The same request, with only a path as its target. Raises BadRequest."""
+    """The request with only a path as its target. Raises BadRequest."""
     if request.method == b"CONNECT":
         # Its target is a host. Nobody serves it.
         return request

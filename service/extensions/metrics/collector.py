@@ -91,7 +91,7 @@ class QuireCollector(Collector):
         yield _counter("grpc_server_handled", "Calls that ended.", ended, *_CALL, "grpc_code")
 
     def _requests(self) -> Iterator[Metric]:
-        """What vLLM has by the same names."""
+        """Metrics that vLLM has under the same names."""
         appends, shards = self._figures.appends, self._parts.shards()
         counts, first = shards[0].caches.parts.context.counts, shards[0].versions.first_ready
         running, waiting = running_and_waiting(self._parts)

@@ -24,7 +24,7 @@ class MetricsSettings(ExtensionSettings):
     )
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
-        """None without an address to listen on."""
+        """None: no address to listen on is set."""
         if not self.metrics_listen:
             return None
         from service.extensions.metrics.exporter import Exporter  # noqa: PLC0415 - its libraries take time

@@ -20,7 +20,7 @@ from service.caches.tenants import counted
 from service.extensions.openai.errors import of_prompt
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, finite
-from service.runtimes.answer_parts import encoded_prompt, reading_of
+from service.runtimes.answer_parts import encoded_prompt, parsing_of
 from service.text.output_formats import OutputFormats
 from service.text.text_model import TextModel
 
@@ -63,13 +63,13 @@ async def prompts_of(request: CompletionRequest, text: TextModel, formats: Outpu
 async def _prompt_of(
     item: runner_pb2.ExecuteItem, request: CompletionRequest, text: TextModel, formats: OutputFormats
 ) -> Prompt:
-    as_run, reading = reading_of(item, formats)
-    tokens, _ = await encoded_prompt(as_run, reading, text, max_tokens=request.model.max_tokens)
+    as_run, parsing = parsing_of(item, formats)
+    tokens, _ = await encoded_prompt(as_run, parsing, text, max_tokens=request.model.max_tokens)
     # As a list they would take nine times as much.
     prompt = Prompt(array("I", tokens))
     if request.echo:
         prompt.text = item.text if item.HasField("text") else await _decoded(text, prompt.token_ids)
-    if reading is not None:
+    if parsing is not None:
         item.answer_parts.tools_json = item.chat.tools_json
     item.tokens.token_ids[:] = prompt.token_ids
     return prompt

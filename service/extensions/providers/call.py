@@ -199,7 +199,7 @@ class ProviderCall:
         return self.deadline_s - self._clock.now_s()
 
     def _used(self) -> runner_pb2.Usage:
-        """What the last attempt used, as far as it is known. One without a response used nothing."""
+        """The usage of the last attempt, as far as it is known. One without a response used nothing."""
         samples = self._samples
         if samples.usage is not None:
             return samples.usage

@@ -1,4 +1,4 @@
-"""What the spans of Session and Execute say of their answers: sums, and a bounded number of events.
+"""Attributes of the spans of Session and Execute: sums over their answers, and a bounded number of events.
 
 Each stands in for the call's context, and reads what is written to it. Nothing is kept per token.
 """

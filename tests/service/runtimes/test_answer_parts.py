@@ -18,7 +18,7 @@ from quire.v1 import runner_pb2
 from service.errors import InvalidArgument
 from service.extensions.openai.choices import CALL, TEXT, Choice
 from service.extensions.openai.choices import THOUGHTS as THINKING
-from service.runtimes.answer_parts import Divider, Reading, encoded_prompt, reading_of
+from service.runtimes.answer_parts import ChunkParser, Parsing, encoded_prompt, parsing_of
 from service.text.output_formats import OutputFormats, formats_of
 from tests.service.extensions.openai.test_tools import WEATHER
 from tests.service.text.kinds import byte_level
@@ -32,11 +32,11 @@ def divided(
     name: str, pieces: list[str], finish: runner_pb2.FinishReason = STOP
 ) -> list[runner_pb2.SampleChunk]:
     thoughts = THOUGHTS["openai" if name == "openai" else "think"]
-    divider = Divider(Reading(OutputFormats(BY_NAME[name], thoughts), thoughts, TOOLS, call_key="k"), 0)
+    divider = ChunkParser(Parsing(OutputFormats(BY_NAME[name], thoughts), thoughts, TOOLS, call_key="k"), 0)
     chunks = [runner_pb2.SampleChunk(item_id="0", text=piece, token_ids=[1]) for piece in pieces]
     chunks.append(runner_pb2.SampleChunk(item_id="0", finish_reason=finish))
     for chunk in chunks:
-        divider.divide(chunk)
+        divider.parse(chunk)
     return chunks
 
 
@@ -90,11 +90,11 @@ def test_the_item_of_the_caller_stays_as_it_is() -> None:
     hermes = formats_of('{{ tools }}<tool_call>{"name": "", "arguments": ')
     for parts in ({"tool_choice": "TOOL_CHOICE_REQUIRED"}, {"tool_choice": "TOOL_CHOICE_NONE"}, {}):
         asked = item(**parts)
-        made, reading = reading_of(asked, hermes)
-        assert asked == item(**parts) and reading is not None
+        made, parsing = parsing_of(asked, hermes)
+        assert asked == item(**parts) and parsing is not None
         assert bool(made.chat.tools_json) == (parts.get("tool_choice") != "TOOL_CHOICE_NONE")
-        assert made.HasField("constraint") == reading.is_forced
-        assert reading.is_direct == reading.is_forced
+        assert made.HasField("constraint") == parsing.is_forced
+        assert parsing.is_direct == parsing.is_forced
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_is_no_list_of_tools(tools: str) -> None:
     asked = item()
     asked.chat.tools_json = tools
     with pytest.raises(InvalidArgument) as caught:
-        reading_of(asked, OutputFormats())
+        parsing_of(asked, OutputFormats())
     assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", "chat.tools_json")
 
 
@@ -112,11 +112,11 @@ def test_schemas_of_calls_that_are_too_large_for_a_grammar() -> None:
     """Those of functions to call; what describes these is no part of it."""
     asked, described = item(tool_choice="TOOL_CHOICE_REQUIRED"), "a" * (1 << 16)
     asked.chat.tools_json = json.dumps([{"function": {"name": "f", "description": described}}])
-    assert reading_of(asked, OutputFormats())[1] is not None
+    assert parsing_of(asked, OutputFormats())[1] is not None
     parameters = {"description": described}
     asked.chat.tools_json = json.dumps([{"function": {"name": "f", "parameters": parameters}}])
     with pytest.raises(InvalidArgument) as caught:
-        reading_of(asked, OutputFormats())
+        parsing_of(asked, OutputFormats())
     assert (caught.value.reason, caught.value.field) == ("BAD_CONSTRAINT", "chat.tools_json")
 
 
@@ -140,8 +140,8 @@ async def test_thoughts_that_the_prompt_has_begun(context: str, prompt: str, tho
     before = array("I", tokenizer.encode(context).ids)
     asked = runner_pb2.ExecuteItem(cache=runner_pb2.CachePrompt(token_ids=tokenizer.encode(prompt).ids))
     for is_direct in (False, True):
-        reading = Reading(OutputFormats(None, form), form, is_direct=is_direct)
-        tokens, found = await encoded_prompt(asked, reading, served.text, max_tokens=1 << 20, context=before)
+        parsing = Parsing(OutputFormats(None, form), form, is_direct=is_direct)
+        tokens, found = await encoded_prompt(asked, parsing, served.text, max_tokens=1 << 20, context=before)
         assert found is not None
         added = tokenizer.decode(tokens).removeprefix(prompt)
         if is_direct:

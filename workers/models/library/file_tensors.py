@@ -76,7 +76,7 @@ class FileTensor:
 
 
 class Reads:
-    """What was read so far of a checkpoint.
+    """The progress of reading a checkpoint.
 
     Calls malloc_trim regularly. Without it, holes of freed tensors took half the size of the weights.
     """

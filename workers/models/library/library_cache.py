@@ -1,4 +1,4 @@
-"""What a model of the library keeps of the sequence that it runs, text by text.
+"""The cache of a model of the library that runs one sequence at a time.
 
 The model gets a cache of the class that the library makes for it. What grows with each token (keys and
 values, keys of an index, rows that will be compressed) is not stored there but in pages, or in a probe. All
@@ -32,7 +32,7 @@ _ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
 class Keys:
-    """Where a cache finds the keys and values of a sequence."""
+    """The keys and values of a sequence, as a cache reads and writes them."""
 
     # The tokens that are there before the forward.
     length = 0
@@ -45,7 +45,7 @@ class Keys:
 
 
 class PagedKeys(Keys):
-    """In the pages of one item of a step."""
+    """Keys and values in the pages of one item of a step."""
 
     def __init__(
         self, inputs: ForwardInputs, kv: KvTensors, places: Mapping[Place, int], item: int, rows: range
@@ -81,7 +81,7 @@ class PagedKeys(Keys):
 
 
 class ProbedKeys(Keys):
-    """In memory: notes the shapes of keys and values, by their place."""
+    """Keys and values in memory. Notes their shapes, by layer."""
 
     def __init__(self) -> None:
         self.seen: dict[Place, LayerKv] = {}
@@ -146,7 +146,7 @@ class _CompressedLayer(DynamicSlidingWindowLayer):
     """Stores what is compressed for each token, and compresses all of it in each forward."""
 
     def __init__(self, cache: Any, index: int, layer: Any) -> None:
-        """In place of a `layer`."""
+        """Takes the place of `layer`."""
         super().__init__(layer.sliding_window)  # type: ignore[no-untyped-call]
         self._cache, self._index = cache, index
         self.compress_rate = layer.compress_rate

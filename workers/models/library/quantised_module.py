@@ -144,7 +144,7 @@ def put_values(
 
 
 def values_of(form: WeightFormat, rows: Part, inputs: int) -> torch.Tensor:
-    """What rows of files stand for: [n, I]; those of GGUF, where it can, as the library reads them."""
+    """[n, I] the dequantised rows of files; of GGUF files, where possible, as the library reads them."""
     if not isinstance(rows, torch.Tensor):
         return rows.dense(scale_inputs(form, inputs))
     number = next(number for number, (name, *_) in TYPES.items() if name == form.name)

@@ -174,7 +174,7 @@ class QuantisedParts:
         return both == 2 * inner and {key: self._shapes[name] for key, name in names.items()} == wanted
 
     def _matrix(self, names: Sequence[str]) -> Weight:
-        """What has the rows of some tensors, one after the other."""
+        """The weight that has the rows of some tensors, one after the other."""
         forms = [self._forms[name] for name in names]
         rows = [self._shapes[name][0] for name in names]
         inputs = self._shapes[names[0]][1]
@@ -199,7 +199,7 @@ class QuantisedParts:
 
 
 class _Stacked:
-    """What is filled with a tensor of the matrices of all experts; as `LoadTarget`."""
+    """The target of a tensor with the matrices of all experts; as `LoadTarget`."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._weights = [each for each in weights if isinstance(each, AnyGroupedWeight)]
