@@ -290,6 +290,7 @@ OF_LIBRARY = (
     "float8 in blocks",
     "float8 with one scale",
     "nf4",
+    "mlx",
 )
 
 
@@ -557,6 +558,15 @@ def test_what_a_file_of_the_tool_says_counts_if_the_config_says_nothing(method: 
         load_decoder(tmp_path)
     config.write_text(json.dumps(settings | {"quantization_config": said}))
     load_decoder(tmp_path)
+
+
+def test_an_embedding_that_mlx_has_quantised_is_the_head_too(tmp_path: Path) -> None:
+    make_model(tmp_path, TinyModel(tied=True))
+    meant = make.mlx(tmp_path)
+    decoder = load_decoder(tmp_path)
+    assert decoder.lm_head is decoder.embedding
+    name = "model.embed_tokens.weight"
+    assert torch.equal(matrices(decoder)[name], meant[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
