@@ -34,7 +34,7 @@ NAMES = {
 }  # fmt: skip
 # Of which the converters change the order of rows of queries and keys.
 _INTERLEAVED = (
-    *("llama", "smollm3", "arcee", "granite", "granitemoe", "internlm2", "ernie4_5", "minicpm"),
+    *("llama", "smollm3", "arcee", "granite", "granitemoe", "internlm2", "ernie4_5", "minicpm", "baichuan"),
     *library.INTERLEAVED,
 )
 PRE_TOKENIZER = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}

@@ -15,8 +15,8 @@ from tests.families import SIZES
 
 NAMES = {
     "cohere": "command-r", "cohere2": "cohere2", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe",
-    "exaone4": "exaone4", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "glm4": "glm4",
-    "glm4_moe": "glm4moe",
+    "exaone4": "exaone4", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "glm": "chatglm",
+    "glm4": "glm4", "glm4_moe": "glm4moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe", "ministral3": "mistral3", "nemotron": "nemotron", "olmo": "olmo",
     "olmoe": "olmoe", "phi": "phi2", "stablelm": "stablelm", "starcoder2": "starcoder2",
@@ -107,6 +107,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
         },
     ),
+    "glm": ("glm", {"head_dim": 32, "attention_bias": True}),
     "glm4": ("glm4", {"head_dim": 32, "attention_bias": True}),
     "glm4_moe": ("glm4_moe", {**_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32}),

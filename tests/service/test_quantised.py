@@ -73,7 +73,7 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
     "an older spelling": (setting(compression_config={"format": "int-quantized"}), "says compression_config"),
     "mlx": (
         setting(quantization={"group_size": 64, "bits": 1}),
-        "says quantization (mlx): bits: must be one",
+        "says quantization (mlx): bits: must be 2",
     ),
     "of the text part": (
         setting(text_config={"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 32}}),

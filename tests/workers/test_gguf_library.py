@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from service.config import Config
 from service.model_check import refusal
@@ -70,6 +72,25 @@ def test_a_model_computes_what_its_checkpoint_does(name: str, tmp_path: Path) ->
     expected = hf_model(directory)
     bound = float32_losses(expected, [TEXT], with_states=False)[0, 0]
     assert (model.plain_logits(torch.tensor(TEXT)) - logits(expected)).abs().max() < bound
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_projections_that_are_one_matrix_in_the_file(kind: str, tmp_path: Path) -> None:
+    """As the converter makes it of the directories of GLM-4-9B."""
+    source, fused = tiny(tmp_path / "hf", "glm"), tmp_path / "fused"
+    fused.mkdir()
+    shutil.copy(source / "config.json", fused)
+    tensors = {name: each for file in source.glob("*.safetensors") for name, each in load_file(file).items()}
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [tensors.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        tensors[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+    save_file(tensors, fused / "model.safetensors")
+    one, three = (
+        load(write_gguf(tmp_path / f"{directory.name}.gguf", directory, kind))
+        for directory in (fused, source)
+    )
+    tokens = torch.tensor(TEXT)
+    assert torch.equal(one.plain_logits(tokens), three.plain_logits(tokens))
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "cohere2", "gemma4 with experts"])

@@ -120,7 +120,8 @@ NAMELESS = (
 )
 # Architectures whose models compute as those of another family.
 ALIKE = {
-    "exaone": "llama3", "internlm2": "llama with biases", "ernie4_5": "llama", "minicpm": "granite",
+    "exaone": "llama3", "internlm2": "llama with biases", "baichuan": "llama", "ernie4_5": "llama",
+    "minicpm": "granite",
     "seed_oss": "qwen2", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe",
 }  # fmt: skip
 
@@ -149,6 +150,15 @@ def test_a_family_computes_what_transformers_does(name: str, architecture: str, 
     if not any(each in name for each in NAMELESS):
         ours, theirs = ModelConfig.from_directory(file), ModelConfig.from_directory(directory)
         assert said(ours, theirs) == theirs
+
+
+def test_what_a_file_does_not_say_is_known_by_its_layers(tmp_path: Path) -> None:
+    directory = make_family_model(tmp_path / "hf", *settings_of("llama"))
+    file = write_gguf(
+        tmp_path / "model.gguf", directory, metadata={"baichuan.block_count": 40}, architecture="baichuan"
+    )
+    with pytest.raises(ModelError, match=r"block_count: of models with 40 layers ALiBi is not supported"):
+        load_decoder(file)
 
 
 @pytest.mark.parametrize(("kind", "pooling"), [(0, ""), (1, "mean"), (3, "lasttoken"), ([3, 3], "")])

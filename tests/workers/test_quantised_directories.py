@@ -290,6 +290,7 @@ OF_LIBRARY = (
     "float8 in blocks",
     "float8 with one scale",
     "nf4",
+    "mlx",
 )
 
 
@@ -511,11 +512,11 @@ def test_hostile_tensors_are_refused_by_name(
         ),
         ("float8 in blocks", {"weight_block_size": [32, 48]}, "has shape|scales must be of multiples of 32"),
         ("float8 in blocks", {"fmt": "e5m2"}, "fmt: must be e4m3 or float8_e4m3fn, got 'e5m2'"),
-        ("mlx", {"bits": 7}, r"quantization \(mlx\): bits: must be one of 2, 3, 4, 5, 6, 8, got 7"),
+        ("mlx", {"bits": 7}, r"quantization \(mlx\): bits: must be 2 or 3 or 4 or 5 or 6 or 8, got 7"),
         ("mlx", {"mode": "mxfp4"}, "mode: must be affine, got 'mxfp4'"),
-        ("mlx", {"group_size": 16}, "has shape|groups of 16 inputs are not supported"),
+        ("mlx", {"group_size": 16}, "group_size: must be 32 or 64 or 128, got 16"),
         ("mlx", {UP: False}, "is quantised, and the config says that .*up_proj is not"),
-        ("mlx", {UP: {"bits": 4}}, "'.*up_proj': group_size: must be an integer, got None"),
+        ("mlx", {UP: {"bits": 4}}, "'.*up_proj': group_size: must be 32 or 64 or 128, got None"),
         ("mlx", {"rotation": "hadamard"}, "'rotation': is not known, got 'hadamard'"),
         (NF4, {"load_in_4bit": False}, "load_in_4bit: either this or load_in_8bit must be true"),
         (NF4, {"load_in_8bit": True}, "load_in_4bit: either this or load_in_8bit must be true"),
@@ -557,6 +558,15 @@ def test_what_a_file_of_the_tool_says_counts_if_the_config_says_nothing(method: 
         load_decoder(tmp_path)
     config.write_text(json.dumps(settings | {"quantization_config": said}))
     load_decoder(tmp_path)
+
+
+def test_an_embedding_that_mlx_has_quantised_is_the_head_too(tmp_path: Path) -> None:
+    make_model(tmp_path, TinyModel(tied=True))
+    meant = make.mlx(tmp_path)
+    decoder = load_decoder(tmp_path)
+    assert decoder.lm_head is decoder.embedding
+    name = "model.embed_tokens.weight"
+    assert torch.equal(matrices(decoder)[name], meant[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])

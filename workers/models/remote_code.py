@@ -17,6 +17,7 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.row_ranges import RowRanges
 from workers.models.values import boolean, integer, number
 
+FUSED = ".self_attn.qkv_proj."
 _INTERNVL, _ITS_TEXT = "internvl_chat", "llm_config"
 # If a config of that time does not say it. A head of its own that the files have counts more.
 _DEFAULTS = {"tie_word_embeddings": True}
@@ -29,14 +30,12 @@ class _Type:
     Attributes:
         settings: Those that the library's type has in their place.
         renamed: Parts of names of tensors, and what the library has instead. All that match count, in order.
-        fused: What is in the names of the matrices that have queries, keys and values.
-        by_groups: These have for each key-value head the queries that attend to it, its keys and its values;
-            else all queries come first, and all values last.
+        by_groups: Matrices of queries, keys and values have for each key-value head the queries that attend
+            to it, its keys and its values; else all queries come first, and all values last.
     """
 
     settings: Callable[[Mapping[str, object]], dict[str, object]]
     renamed: tuple[tuple[str, str], ...] = ()
-    fused: str = "\n"
     by_groups: bool = False
 
 
@@ -124,8 +123,8 @@ _TYPES: Mapping[str, _Type] = {
             (".feed_forward.w1.", ".mlp.gate_proj."),
             (".feed_forward.w2.", ".mlp.down_proj."),
             (".feed_forward.w3.", ".mlp.up_proj."),
+            (".attention.wqkv.", FUSED),
         ),
-        ".attention.wqkv.",
         by_groups=True,
     ),
     "minicpm": _Type(_minicpm),
@@ -140,8 +139,8 @@ _TYPES: Mapping[str, _Type] = {
             (".self_attention.dense.", ".self_attn.o_proj."),
             (".mlp.dense_h_to_4h.", ".mlp.gate_up_proj."),
             (".mlp.dense_4h_to_h.", ".mlp.down_proj."),
+            (".self_attention.query_key_value.", FUSED),
         ),
-        ".self_attention.query_key_value.",
     ),
 }
 
@@ -175,40 +174,52 @@ def library_tensors(
     known = _TYPES.get(str(text.get("model_type"))) if isinstance(text, Mapping) else None
     if known is None or not isinstance(text, Mapping):
         return dict(tensors)
-    parts, found = _rows(known, _as_library_type(text)), dict[str, StoredTensor]()
+    found: dict[str, StoredTensor] = {}
     for name, entry in tensors.items():
-        for new, renamed in _renamed(name, entry, known, parts):
-            if new in found:
-                raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[new].name}")
-            found[new] = renamed
+        new = name
+        for before, after in known.renamed:
+            new = new.replace(before, after, 1)
+        if new in found:
+            raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[new].name}")
+        found[new] = entry
+    return with_projections_apart(found, _as_library_type(text), by_groups=known.by_groups)
+
+
+def with_projections_apart(
+    tensors: Mapping[str, StoredTensor], settings: Mapping[str, object], *, by_groups: bool = False
+) -> dict[str, StoredTensor]:
+    """Those of queries, keys and values in place of what has all of them.
+
+    Args:
+        tensors: By their names in a checkpoint of the library, but that `FUSED` is in the place of these.
+        settings: Those of a type of the library.
+        by_groups: See `_Type`.
+
+    Raises:
+        ModelError: A matrix has other rows than the config says.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, entry in tensors.items():
+        if FUSED not in name:
+            found[name] = entry
+            continue
+        parts = _rows(settings, by_groups=by_groups)
+        rows = sum(len(each) for ranges in parts.values() for each in ranges)
+        if entry.shape[:1] != (rows,):
+            must = f"shape {list(entry.shape)}, but the config asks for {rows} rows"
+            raise ModelError(f"{entry.file}: tensor {entry.name} has {must}")
+        for part, ranges in parts.items():
+            found[name.replace(FUSED, f".self_attn.{part}.")] = RowRanges(entry, *ranges)
     return found
 
 
-def _renamed(
-    name: str, entry: StoredTensor, known: _Type, parts: Mapping[str, list[range]]
-) -> list[tuple[str, StoredTensor]]:
-    """A tensor, or those of its parts, by their names in the library. Raises ModelError."""
-    for before, after in known.renamed:
-        name = name.replace(before, after, 1)
-    if known.fused not in name:
-        return [(name, entry)]
-    rows = sum(len(each) for ranges in parts.values() for each in ranges)
-    if entry.shape[:1] != (rows,):
-        must = f"shape {list(entry.shape)}, but the config asks for {rows} rows"
-        raise ModelError(f"{entry.file}: tensor {entry.name} has {must}")
-    return [
-        (name.replace(known.fused, f".self_attn.{part}."), RowRanges(entry, *ranges))
-        for part, ranges in parts.items()
-    ]
-
-
-def _rows(known: _Type, settings: Mapping[str, object]) -> dict[str, list[range]]:
+def _rows(settings: Mapping[str, object], *, by_groups: bool) -> dict[str, list[range]]:
     """The rows that each projection has of a fused matrix. Raises ModelError."""
     heads = integer(settings, "num_attention_heads")
     kv_heads = integer(settings, "num_key_value_heads", heads)
     width = integer(settings, "head_dim", integer(settings, "hidden_size") // heads)
     sizes = {"q_proj": heads // kv_heads, "k_proj": 1, "v_proj": 1}
-    groups = kv_heads if known.by_groups else 1
+    groups = kv_heads if by_groups else 1
     found: dict[str, list[range]] = {part: [] for part in sizes}
     begin = 0
     for _ in range(groups):

@@ -158,7 +158,7 @@ REFERRING = {"$defs": {"A": {"const": 1}}, "properties": {"a": {"$ref": "#/$defs
 def forced(parameters: Any, name: str = "f") -> runner_pb2.ExecuteItem:
     tools = [{"function": {"name": name, "parameters": parameters}}]
     asked = runner_pb2.AnswerParts(tools_json=json.dumps(tools), tool_choice=runner_pb2.TOOL_CHOICE_REQUIRED)
-    return reading_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))[0]
+    return parsing_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))[0]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_the_calls_that_may_be_forced(asked: dict[str, Any], valid: list[Any], w
     tools = [{"function": each} for each in (WEATHER, {"name": "stop"})]
     parts = runner_pb2.AnswerParts(tool_choice="TOOL_CHOICE_REQUIRED", **asked)
     parts.tools_json = json.dumps(tools)
-    made, _ = reading_of(runner_pb2.ExecuteItem(answer_parts=parts), OutputFormats(None))
+    made, _ = parsing_of(runner_pb2.ExecuteItem(answer_parts=parts), OutputFormats(None))
     check = jsonschema.Draft202012Validator(json.loads(made.constraint.json_schema)).is_valid
     assert all(map(check, valid)) and not any(map(check, wrong + NO_CALLS))
 
@@ -235,5 +235,5 @@ def test_an_unknown_choice_is_refused() -> None:
     asked = runner_pb2.AnswerParts()
     asked.tool_choice = 99  # type: ignore[assignment]  # of a newer client
     with pytest.raises(InvalidArgument) as refused:
-        reading_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))
+        parsing_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))
     assert (refused.value.reason, refused.value.field) == ("BAD_TOOL_CHOICE", "answer_parts.tool_choice")

@@ -90,7 +90,7 @@ class Architecture:
         return _COMMON | self.reads | {self.norm_eps[1], *self.settings, *self.only}
 
 
-GPT_OSS, LATENT = "gpt-oss", "deepseek2"
+GPT_OSS, LATENT, BAICHUAN = "gpt-oss", "deepseek2", "baichuan"
 _DELTA_RULE_READS = SSM | {RECURRENT_LAYERS}
 # Keys for images, which have positions in three dimensions, and states that are added after some layers. A
 # text has the same position in all, and none of these states.
@@ -324,6 +324,7 @@ ARCHITECTURES = {
     # What computes as another family does.
     "exaone": Architecture("llama"),
     "internlm2": Architecture("llama", interleaved=True),
+    BAICHUAN: Architecture("llama", interleaved=True),
     "ernie4_5": Architecture("llama", interleaved=True),
     "minicpm": Architecture("granite", _SCALES - {"attention.scale"}, interleaved=True),
     "seed_oss": Architecture("qwen2"),
@@ -331,6 +332,7 @@ ARCHITECTURES = {
     "qwen3vl": Architecture("qwen3", _IMAGES),
     "qwen3vlmoe": Architecture("qwen3_moe", _IMAGES, settings=_QWEN_EXPERTS, defaults=_QWEN_DEFAULTS),
     # Architectures that the transformers library runs.
+    "chatglm": Architecture("glm", defaults={"pad_token_id": None}),
     "command-r": Architecture(
         "cohere",
         norm_eps=("layer_norm_eps", LAYER_EPS),

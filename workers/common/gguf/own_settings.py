@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from workers.common.gguf import GgufError
 from workers.common.gguf.architectures import (
     ARCHITECTURES,
+    BAICHUAN,
     GPT_OSS,
     KV_HEADS,
     LATENT,
@@ -39,6 +40,8 @@ _SLIDING = "sliding_attention"
 # Defaults of MiniCPM, if its file does not have them.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
 _PERIOD, _GEMMA3N_PERIOD, _GEMMA_PERIOD = 4, 5, 6
+# Of Baichuan's models of 13 billion weights.
+_ALIBI_LAYERS = 40
 # What divides the frequencies of pairs that are not rotated.
 _STILL = 1e20
 
@@ -69,6 +72,20 @@ def _llama(file: FileSettings) -> dict[str, object]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
+
+
+def _baichuan(file: FileSettings) -> dict[str, object]:
+    # The file does not say it, and llama.cpp goes by the layers, too.
+    if file.settings["num_hidden_layers"] == _ALIBI_LAYERS:
+        raise GgufError(
+            f"{file.name}.block_count: of models with {_ALIBI_LAYERS} layers ALiBi is not supported"
+        )
+    return _llama(file)
+
+
+def _chatglm(file: FileSettings) -> dict[str, object]:
+    # In one tensor as published by its makers, and in three if the library's form was converted.
+    return {"attention_bias": file.has("attn_qkv.bias") or file.has("attn_q.bias")}
 
 
 def _gemma(file: FileSettings) -> dict[str, object]:
@@ -244,6 +261,8 @@ def _rotated_part(file: FileSettings) -> float:
 
 _READERS: Mapping[str, Callable[[FileSettings], dict[str, object]]] = {
     **dict.fromkeys(("llama", "exaone", "internlm2", "ernie4_5"), _llama),
+    BAICHUAN: _baichuan,
+    "chatglm": _chatglm,
     **dict.fromkeys(("gemma2", "gemma3"), _gemma),
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,

@@ -14,7 +14,6 @@ from workers.common.quantised.scheme import (
     NotUnderstood,
     Quantisation,
     Scheme,
-    group_size,
     integer,
     one_of,
     shown,
@@ -22,7 +21,7 @@ from workers.common.quantised.scheme import (
 
 METHOD = "mlx"
 SETTING = "quantization"
-_BITS = (2, 3, 4, 5, 6, 8)
+_VALUES = {"bits": (2, 3, 4, 5, 6, 8), "group_size": (32, 64, 128)}
 _OF_ALL = ("group_size", "bits", "mode")
 
 
@@ -49,7 +48,6 @@ def read(settings: Mapping[str, object]) -> Quantisation:
 def _scheme(settings: Mapping[str, object]) -> Scheme:
     """Raises NotUnderstood."""
     one_of(settings, "mode", "affine", default="affine")
-    bits = integer(settings, "bits")
-    if bits not in _BITS:
-        raise NotUnderstood(f"bits: must be one of {', '.join(map(str, _BITS))}, got {bits}")
-    return Scheme(Layout.MLX, bits, group_size(settings), has_minima=True)
+    for name, values in _VALUES.items():
+        one_of(settings, name, *values)
+    return Scheme(Layout.MLX, integer(settings, "bits"), integer(settings, "group_size"), has_minima=True)

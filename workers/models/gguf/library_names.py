@@ -12,6 +12,7 @@ from workers.models.families.latent import DEEPSEEK_EXPERTS
 from workers.models.families.mixtures import QWEN_EXPERTS
 from workers.models.family import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, Family, NormNames
 from workers.models.gguf.names import Names
+from workers.models.remote_code import FUSED
 
 _BEFORE_BOTH = NormNames(before_attention="input_layernorm")
 _HUNYUAN = Family(qk_norm_names=("query_layernorm", "key_layernorm"))
@@ -27,6 +28,7 @@ LIBRARY_FAMILIES: dict[str, Family] = {
     "exaone4": Family(norms=POST_NORMS),
     "gemma3n_text": Family(norms=SANDWICH_NORMS),
     "gemma4_text": Family(norms=SANDWICH_NORMS),
+    "glm": Family(mlp_names=("gate_up_proj",)),
     "glm4": Family(
         norms=NormNames(
             before_attention="input_layernorm",
@@ -74,6 +76,7 @@ _PER_LAYER = Names(
 )
 # What they have besides. In a name {} stands for the number of a part.
 MORE_NAMES: dict[str, Names] = {
+    "glm": Names(outside={}, modules={"attn_qkv": FUSED.strip(".")}, whole={}),
     "gemma3n_text": _PER_LAYER
     | Names(
         outside={

@@ -18,6 +18,7 @@ from workers.models.files import file_version, open_regular
 from workers.models.gguf.library_names import LIBRARY_FAMILIES
 from workers.models.gguf.tensors import FileHeader, read_vector, stored_tensors
 from workers.models.gguf.tokenizer import TEXT_ARRAYS, read_text
+from workers.models.remote_code import with_projections_apart
 from workers.models.text import ModelText
 
 _MAX_FACTORS = 4096
@@ -49,7 +50,11 @@ class GgufSource:
         headers = self._headers(TOKEN_ARRAYS)
         with _errors_naming(self.config_file):
             _, architecture = architecture_of(headers[0].content.metadata)
-        return stored_tensors(headers, architecture, self._settings(headers))
+        settings = self._settings(headers)
+        tensors = stored_tensors(headers, architecture, settings)
+        # Native code has what is fused in a file as it is.
+        is_of_library = settings["model_type"] in LIBRARY_FAMILIES
+        return with_projections_apart(tensors, settings) if is_of_library else tensors
 
     def notes(self) -> Sequence[str]:
         """There are none."""

@@ -60,7 +60,7 @@ class MlxMatrix(QuantisedMatrix):
     def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows]]:
         scales, minima = read_scales(self._scales), read_scales(self._minima)
         if self._bits == 8:
-            # In float32 the sum is exact, unless the minimum is over 2^12 times as large as the scale.
+            # Exact if both are about as large, as in what mlx writes; else rounded as any float32.
             scales, minima = scales.float(), minima.float() + _MIDDLE * scales.float()
         for rows in ranges:
             values, part = unpack_columns(read(self._words, rows), self._bits), slice(rows.start, rows.stop)
