@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from service import durable_file
 from service.config import Config
 from service.data_directory import StateUnusable, check_gateways, count_file, data_directory, state_dir
 from service.extensions.gateways.one_host import places
@@ -57,6 +59,21 @@ def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> No
             pass
     with places(tmp_path / "data", 2):
         pass
+
+
+def test_that_of_several_gateways_can_be_used_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of one: what is known already is not written again."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with places(tmp_path / "data", 2):
+        pass
+    monkeypatch.setattr(durable_file, "write", full)
+    with places(tmp_path / "data", 2) as found:
+        assert len(found) == 2
 
 
 def _write(content: bytes) -> Callable[[Path], object]:
