@@ -11,7 +11,7 @@ import pytest
 
 from service.extensions.conformance import appended, created, facts
 from service.extensions.gateways.postgres.database import Database
-from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.errors import DatabaseFailed, DatabaseUnusable
 from service.extensions.gateways.postgres.leases import Leases, Owned
 from service.journal.base import OwnershipLost
 from tests.postgres_server import PostgresServer
@@ -39,6 +39,21 @@ async def leases_of(postgres: PostgresServer) -> AsyncIterator[LeasesOf]:
 async def expire(postgres: PostgresServer) -> None:
     database = Database(postgres.url)
     await database.fetch("UPDATE quire.shards SET expires_at = clock_timestamp()")
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "version"), [("UPDATE quire.version SET version = 9", 9), ("DELETE FROM quire.version", -1)]
+)
+async def test_tables_of_another_version_are_refused(
+    postgres: PostgresServer, change: str, version: int
+) -> None:
+    """Before, those without a version ended the start with a traceback."""
+    database = Database(postgres.url)
+    await database.prepare()
+    await database.fetch(change)
+    with pytest.raises(DatabaseUnusable, match=f"its tables have version {version}, and this version"):
+        await database.prepare()
     await database.close()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from quire.cli.main import main
 
+from service import durable_file
 from service.auth.authenticator import Authenticator
 from service.auth.tls import server_credentials
 from service.cli import serve
@@ -200,6 +201,21 @@ def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> No
             pass
     with places(tmp_path / "data", 2):
         pass
+
+
+def test_a_directory_of_several_gateways_can_be_used_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of one: what is known already is not written again."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with places(tmp_path / "data", 2):
+        pass
+    monkeypatch.setattr(durable_file, "write", full)
+    with places(tmp_path / "data", 2) as found:
+        assert len(found) == 2
 
 
 def _write(content: bytes) -> Callable[[Path], object]:

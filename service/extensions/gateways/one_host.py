@@ -72,7 +72,8 @@ def places(directory: Path | None, gateways: int) -> Iterator[Sequence[Place]]:
             shards.mkdir(mode=0o700, exist_ok=True)
             # Whoever reaches the sockets in it can forward calls.
             shards.chmod(0o700)
-            durable_file.write(count, str(gateways))
+            if not count.exists():
+                durable_file.write(count, str(gateways))
             directories = [shards / str(index) for index in range(gateways)]
         if sockets is None or len(os.fsencode(sockets / f"{gateways}.sock")) > MAX_SOCKET_PATH_BYTES:
             sockets = stack.enter_context(contextlib.closing(TemporaryDirectory())).path

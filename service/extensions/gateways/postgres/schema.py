@@ -65,4 +65,5 @@ async def _version(connection: Any) -> int:
     exists = "SELECT count(*) FROM pg_catalog.pg_tables WHERE schemaname = 'quire' AND tablename = 'version'"
     if not await connection.fetchval(exists):
         return 0
-    return int(await connection.fetchval("SELECT version FROM quire.version"))
+    # Without a row, as a backup may leave it, it is unknown.
+    return int(await connection.fetchval("SELECT coalesce(max(version), -1) FROM quire.version"))
