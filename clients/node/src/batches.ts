@@ -2,12 +2,24 @@
 
 import { randomUUID } from "node:crypto";
 
-import type { MessageInitShape } from "@bufbuild/protobuf";
+import { isMessage, type MessageInitShape } from "@bufbuild/protobuf";
 
 import { durationOf } from "./duration.js";
 import { errorFromStatus, type QuireError } from "./errors.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
-import type { ForwardRequestSchema, ForwardResponse, PrefillRequestSchema } from "./gen/quire/v1/executor_pb.js";
+import {
+  BatchPrefillRequestSchema,
+  BatchPrefillResponseSchema,
+  ForkCacheRequestSchema,
+  ForkCacheResponseSchema,
+  ForkCachesRequestSchema,
+  ForkCachesResponseSchema,
+  type ForwardRequestSchema,
+  type ForwardResponse,
+  PrefillRequestSchema,
+  PrefillResponseSchema,
+} from "./gen/quire/v1/executor_pb.js";
+import type { KvCacheHandle } from "./gen/quire/v1/types_pb.js";
 import { type Fields, fieldsOf, refuse } from "./methods.js";
 import type { Output } from "./options.js";
 
@@ -70,9 +82,29 @@ export function newRequestId(): string {
   return OWN_REQUEST_ID + randomUUID();
 }
 
-/** Whether a caller that lost the response does not know the key to ask again with. */
-export function isOwnRequestId(requestId: string): boolean {
-  return requestId.startsWith(OWN_REQUEST_ID);
+/** Whether a call makes caches whose ids its caller learns only from the response. One that chose the request id can ask again. */
+export function makesOwnCaches(request: object): boolean {
+  return isMessage(request, BatchPrefillRequestSchema) ? request.items.some(isOwnCreation) : isOwnCreation(request);
+}
+
+function isOwnCreation(request: object): boolean {
+  const isPrefill = isMessage(request, PrefillRequestSchema) && !request.cacheId;
+  if (!isPrefill && !isMessage(request, ForkCacheRequestSchema) && !isMessage(request, ForkCachesRequestSchema)) return false;
+  return !request.requestId || request.requestId.startsWith(OWN_REQUEST_ID);
+}
+
+/** Ids of the caches that such a call made. */
+export function newCaches(request: object, response: object): string[] {
+  let handles: (KvCacheHandle | undefined)[] = [];
+  if (isMessage(request, BatchPrefillRequestSchema) && isMessage(response, BatchPrefillResponseSchema)) {
+    const made = response.results.filter((_, at) => isOwnCreation(request.items[at]!));
+    handles = made.map(({ result }) => (result.case === "response" ? result.value.kvCache : undefined));
+  } else if (isOwnCreation(request)) {
+    if (isMessage(response, PrefillResponseSchema)) handles = [response.kvCache];
+    if (isMessage(response, ForkCacheResponseSchema)) handles = response.kvCaches;
+    if (isMessage(response, ForkCachesResponseSchema)) handles = response.results.flatMap(({ kvCaches }) => kvCaches);
+  }
+  return handles.flatMap((handle) => (handle ? [handle.cacheId] : []));
 }
 
 /** Throws TypeError for a text, which can be iterated over, too. */

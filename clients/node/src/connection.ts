@@ -20,11 +20,13 @@ import {
   status,
 } from "@grpc/grpc-js";
 
+import { makesOwnCaches, newCaches } from "./batches.js";
 import { deadlineOf } from "./duration.js";
 import type { Priority } from "./enums.js";
 import { cancelled, errorFromCall, errorFromStatus, isOfConnection, QuireError, Unavailable } from "./errors.js";
 import { Gateways } from "./gateways.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
+import { ModelExecutorService } from "./gen/quire/v1/executor_pb.js";
 import { mayRepeat, type Method, refuse, type Request, type Response } from "./methods.js";
 import { channelOptions, proxyOf } from "./proxies.js";
 
@@ -37,6 +39,10 @@ const MAX_ATTEMPTS_OF_SEVERAL = 16;
 // One of several gateways that does not even accept a connection in this time is away. grpc-js has no limit of its own.
 const CONNECT_TIMEOUT_MS = 5000;
 const READY_TURN_MS = 1000;
+// How long a call that makes or releases caches has to end when its signal is given.
+const END_MS = 2000;
+const RELEASE_TIMEOUT_MS = 30_000;
+const RELEASE_CACHE = ModelExecutorService.method.releaseCache;
 // If the server asks for a longer delay, the call fails at once.
 const MAX_SERVER_DELAY_MS = 60_000;
 
@@ -123,7 +129,7 @@ export class Connection {
       let response: Response<O> | undefined;
       let failed: QuireError | undefined;
       try {
-        const answer = await this.#attempt(method, bytes, this.#channels.get(target)!, deadline, options.signal);
+        const answer = await this.#attempt(method, request, bytes, this.#channels.get(target)!, deadline, options.signal);
         response = answer.response as Response<O>;
         this.#gateways.answered(target, request, response, answer.trailing);
         failed = failedItem(response);
@@ -256,8 +262,10 @@ export class Connection {
     for (const { client } of this.#channels.values()) client.close();
   }
 
+  /** If the signal is given, a call that makes or releases caches goes on for a moment, so that none is left. */
   #attempt(
     method: Method<DescMessage, DescMessage>,
+    request: object,
     bytes: Buffer,
     { client, proxy }: Channel,
     deadline: number | undefined,
@@ -265,7 +273,12 @@ export class Connection {
   ): Promise<Answer> {
     return new Promise((resolve, reject) => {
       if (signal?.aborted) return reject(cancelled());
-      const forget = onAbort(signal, () => call.cancel());
+      const goesOn = method === RELEASE_CACHE || makesOwnCaches(request);
+      const forget = onAbort(signal, () => {
+        if (!goesOn) return call.cancel();
+        reject(cancelled());
+        setTimeout(() => call.cancel(), END_MS).unref();
+      });
       const timer = this.targets.length > 1 ? setTimeout(() => leaveIfUnconnected(client, call), CONNECT_TIMEOUT_MS) : undefined;
       const answer: Answer = { response: undefined, trailing: undefined };
       const end = () => {
@@ -284,6 +297,7 @@ export class Connection {
           (error, response) => {
             end();
             if (error) return reject(errorFromCall(error, proxy));
+            if (signal?.aborted && goesOn) this.#release(client, newCaches(request, response as object));
             answer.response = response;
             resolve(answer);
           },
@@ -295,6 +309,21 @@ export class Connection {
       // grpc-js emits it right after the response, before anything that awaits the response goes on.
       call.on("status", ({ metadata }) => (answer.trailing = metadata));
     });
+  }
+
+  /** Releases caches whose ids nobody got. */
+  #release(client: Client, cacheIds: readonly string[]): void {
+    const { input } = RELEASE_CACHE;
+    for (const cacheId of cacheIds) {
+      const bytes = bufferOf(toBinary(input, create(input, { cacheId })));
+      const ignore = () => undefined;
+      const options = grpcOptions(deadlineOf(RELEASE_TIMEOUT_MS));
+      try {
+        client.makeUnaryRequest(pathOf(RELEASE_CACHE), asBytes, ignore, bytes, this.#settings.metadata, options, ignore);
+      } catch {
+        return; // The client is closed.
+      }
+    }
   }
 
   #deadlineOf(options: CallOptions): number | undefined {

@@ -10,7 +10,7 @@ import { DurationSchema } from "@bufbuild/protobuf/wkt";
 import { BinaryWriter, WireType } from "@bufbuild/protobuf/wire";
 import { type ClientDuplexStream, type ServiceError, status } from "@grpc/grpc-js";
 
-import { isOwnRequestId } from "./batches.js";
+import { newCaches } from "./batches.js";
 import { Caller } from "./cache.js";
 import { bufferOf, type CallOptions, checkOptions, onAbort } from "./connection.js";
 import { deadlineOf, durationOf } from "./duration.js";
@@ -26,11 +26,7 @@ import {
   tooLate,
 } from "./errors.js";
 import {
-  type BatchPrefillRequest,
-  type ForkCacheRequest,
-  type ForkCachesRequest,
   ModelExecutorService,
-  type PrefillRequest,
   SessionCallSchema,
   SessionRequestSchema,
   type SessionResponse,
@@ -243,9 +239,9 @@ export class Session extends Caller implements AsyncDisposable {
 
   /** Releases the caches that an abandoned call created, because its caller does not get their ids. */
   #disown(call: OpenCall, result: SessionResult["result"]): void {
-    if (this.#ended) return;
+    if (this.#ended || !result.value) return;
     const { input } = ModelExecutorService.method.releaseCache;
-    for (const cacheId of newCaches(call, result)) {
+    for (const cacheId of newCaches(call.request, result.value)) {
       const request = messageOf(input, { cacheId }, undefined);
       this.#enqueue({
         tag: this.#nextTag++,
@@ -291,36 +287,6 @@ function encode({ tag, field, encoded, deadline }: OpenCall): Uint8Array {
     writer.tag(TIMEOUT_FIELD, WireType.LengthDelimited).bytes(toBinary(DurationSchema, left));
   }
   return writer.finish();
-}
-
-/** Ids of the caches that a call made and that the caller can learn only from its response. */
-function newCaches({ request }: OpenCall, result: SessionResult["result"]): string[] {
-  switch (result.case) {
-    case "prefill": {
-      const { cacheId, requestId } = request as PrefillRequest;
-      return !cacheId && isForgotten(requestId) ? [result.value.kvCache!.cacheId] : [];
-    }
-    case "batchPrefill": {
-      const { items } = request as BatchPrefillRequest;
-      return result.value.results.flatMap(({ result: made }, at) => {
-        const isNew = made.case === "response" && !items[at]!.cacheId && isForgotten(items[at]!.requestId);
-        return isNew ? [made.value.kvCache!.cacheId] : [];
-      });
-    }
-    case "forkCache":
-      return isForgotten((request as ForkCacheRequest).requestId) ? result.value.kvCaches.map(({ cacheId }) => cacheId) : [];
-    case "forkCaches": {
-      const copies = result.value.results.flatMap(({ kvCaches }) => kvCaches);
-      return isForgotten((request as ForkCachesRequest).requestId) ? copies.map(({ cacheId }) => cacheId) : [];
-    }
-    default:
-      return [];
-  }
-}
-
-/** A caller that chose the request id can retry to get the caches. */
-function isForgotten(requestId: string): boolean {
-  return !requestId || isOwnRequestId(requestId);
 }
 
 function tooLarge(size: number, limit: number): QuireError {

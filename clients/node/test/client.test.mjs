@@ -523,6 +523,42 @@ test("weights of which the server says nothing", async () => {
   server.forceShutdown();
 });
 
+test("caches whose ids nobody got are released, and a release whose signal is given is made", async () => {
+  const server = new Server();
+  const asBytes = (bytes) => Buffer.from(bytes);
+  const pathOf = ({ parent, name }) => `/${parent.typeName}/${name}`;
+  const released = [];
+  const waiting = {};
+  waiting.begun = new Promise((resolve) => (waiting.begin = resolve));
+  waiting.released = new Promise((resolve) => (waiting.release = resolve));
+  const fork = (_, callback) => {
+    waiting.answer = () => callback(null, bytesOf(METHODS.forkCache.output, { kvCaches: [{ cacheId: "b" }, { cacheId: "c" }] }));
+    waiting.begin();
+  };
+  const release = ({ request }, callback) => {
+    released.push(fromBinary(METHODS.releaseCache.input, request).cacheId);
+    if (released.length === 3) waiting.release();
+    callback(null, bytesOf(METHODS.releaseCache.output, { released: true }));
+  };
+  const renew = (_, callback) => callback(null, bytesOf(METHODS.renewCache.output, { kvCache: { cacheId: "a" } }));
+  server.register(pathOf(METHODS.forkCache), fork, asBytes, asBytes, "unary");
+  server.register(pathOf(METHODS.releaseCache), release, asBytes, asBytes, "unary");
+  server.register(pathOf(METHODS.renewCache), renew, asBytes, asBytes, "unary");
+  const port = await promisify(server.bindAsync).bind(server)("127.0.0.1:0", ServerCredentials.createInsecure());
+  const alone = new QuireClient(`127.0.0.1:${port}`, { timeoutMs: TIMEOUT_MS });
+  const cache = await alone.cache("a");
+  const given = new AbortController();
+  const calls = [refused(cache.fork(2, { signal: given.signal })), refused(cache.release({ signal: given.signal }))];
+  await waiting.begun;
+  given.abort();
+  for (const error of await Promise.all(calls)) assert.equal(error.code, status.CANCELLED);
+  waiting.answer();
+  await waiting.released;
+  assert.deepEqual(released.sort(), ["a", "b", "c"]);
+  alone.close();
+  server.forceShutdown();
+});
+
 test("many calls can have one signal, and an output the entropy", async () => {
   const warned = [];
   const warn = (warning) => warned.push(warning.name);
