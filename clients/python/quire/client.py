@@ -299,7 +299,7 @@ class Client(ServerCalls):
 
         Args:
             inputs: Texts, or lists of token ids.
-            dimensions: How many numbers of a vector to return, for models that were trained for it. None: all.
+            dimensions: How many numbers of a vector to return, if the model was trained for it. None: all.
             normalize: Each vector has the length 1, so that the product of two is their cosine.
             adapter_id: As in `prefill`.
             cache_salt: As in `prefill`.
