@@ -29,13 +29,7 @@ from kernels.cpu import experts as cpu
 from kernels.cpu import routing
 from kernels.cpu.dtypes import can_run
 from kernels.expert_lora import ExpertAdapters
-from kernels.gated_activation import (
-    ACTIVATIONS,
-    UNGATED,
-    Activation,
-    gated_activation,
-    sigmoid,
-)
+from kernels.gated_activation import ACTIVATIONS, UNGATED, Activation, gated_activation, sigmoid
 from kernels.gpu_experts import GpuExperts
 from kernels.linear import DenseWeight
 from kernels.lora import add_lora

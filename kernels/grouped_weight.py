@@ -21,14 +21,7 @@ from torch.nn import functional
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
-from kernels.cpu.linear import (
-    COPIED_ROWS,
-    ROUNDED_ROWS,
-    Arguments,
-    can_multiply,
-    copied_rows,
-    rounded_rows,
-)
+from kernels.cpu.linear import COPIED_ROWS, ROUNDED_ROWS, Arguments, can_multiply, copied_rows, rounded_rows
 from kernels.dequantise import dequantised, factors, integers
 from kernels.gguf_blocks import parts_of
 from kernels.group_formats import CHUNK_GROUPS, GROUP_INPUTS, WIDE_TABLES, GroupFormat

@@ -19,12 +19,7 @@ from workers.kv.table import KvTable
 from workers.kv_disk import KvDisk
 from workers.logging import get_logger
 from workers.models.errors import ModelError
-from workers.operations import (
-    AdapterRead,
-    IntegrityReport,
-    ReplacementRead,
-    Reset,
-)
+from workers.operations import AdapterRead, IntegrityReport, ReplacementRead, Reset
 from workers.prelaunch import Prelauncher
 from workers.scheduler import Scheduler
 from workers.waiting_forwards import WaitingForwards, require_adapters

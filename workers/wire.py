@@ -16,14 +16,7 @@ from workers.common import worker_pb2
 from workers.decodes import NEVER, WIDTH, Column, Decodes
 from workers.forward_options import DTYPES, UNKNOWN_SIZES, ModelSizes, options_of, plain_draw, plain_output
 from workers.models.text import ModelText
-from workers.operations import (
-    Failed,
-    FailureReason,
-    Forward,
-    Kind,
-    Priority,
-    WeightsRead,
-)
+from workers.operations import Failed, FailureReason, Forward, Kind, Priority, WeightsRead
 from workers.outputs import DataType, OutputSpec, RowOutput
 
 if TYPE_CHECKING:

@@ -38,14 +38,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention_scoring import Scoring
-from kernels.cuda.attention_tiles import (
-    LOWEST,
-    TileConfig,
-    attend_keys,
-    load_query,
-    log2_scales,
-    with_sinks,
-)
+from kernels.cuda.attention_tiles import LOWEST, TileConfig, attend_keys, load_query, log2_scales, with_sinks
 from kernels.cuda.decode_parts import arrives_last, combine_parts, part_of
 from kernels.cuda.decode_plan import DecodePlan
 from kernels.cuda.dependent_launch import wait

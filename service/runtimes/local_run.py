@@ -21,24 +21,10 @@ from quire.v1 import runner_pb2, types_pb2
 from service.api.append_codec import MAX_KEPT_BYTES, done_of
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
-from service.caches.requests import (
-    Append,
-    Appended,
-    AppendKind,
-    CacheSnapshot,
-    Fork,
-    Handles,
-    Truncate,
-)
+from service.caches.requests import Append, Appended, AppendKind, CacheSnapshot, Fork, Handles, Truncate
 from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher
-from service.errors import (
-    DeadlinePassed,
-    ExecutionLost,
-    QuireError,
-    WeightsChanged,
-    reused_request_id,
-)
+from service.errors import DeadlinePassed, ExecutionLost, QuireError, WeightsChanged, reused_request_id
 from service.logging import current_request_id
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part

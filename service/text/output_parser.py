@@ -21,12 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from service.text.answer_reader import (
-    MAX_ARGUMENT_CHARACTERS,
-    MAX_HELD_CHARACTERS,
-    AnswerReader,
-    BrokenCall,
-)
+from service.text.answer_reader import MAX_ARGUMENT_CHARACTERS, MAX_HELD_CHARACTERS, AnswerReader, BrokenCall
 from service.text.call_values import (
     MAX_CALLS,
     NoCall,

@@ -25,14 +25,7 @@ from workers.adapters.errors import AdapterError
 from workers.adapters.slots import KnownAdapter, LoadedAdapter, ResidentAdapters, Slots
 from workers.common.worker_pb2 import AdapterCommand, AdapterLoaded, ControlDone, WorkerEvent
 from workers.decodes import Column, Decodes, Mask
-from workers.operations import (
-    AdapterRead,
-    AdapterSource,
-    Failed,
-    FailureReason,
-    Forward,
-    Kind,
-)
+from workers.operations import AdapterRead, AdapterSource, Failed, FailureReason, Forward, Kind
 
 _log = logging.getLogger(__name__)
 _Weights = TypeVar("_Weights")
