@@ -387,7 +387,7 @@ class AsyncCache(CacheState):
         await self._call(_methods.RENEW_CACHE, request, **call)
 
     async def refresh(self, **call: Unpack[CallOptions]) -> int:
-        """Takes over the length that the cache has on the server, and returns it. Its lease restarts.
+        """Reads the cache's length from the server, and returns it. Its lease restarts.
 
         For a cache that others have changed, as PositionMismatch says. `output` is still that of this
         object's last append.

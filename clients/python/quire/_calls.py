@@ -31,7 +31,7 @@ _State = TypeVar("_State", bound="CacheState")
 
 
 class CallOptions(TypedDict, total=False):
-    """What each call can have for itself.
+    """Options that each call takes.
 
     Attributes:
         timeout_s: Of the call, including retries. None: the client's.
@@ -204,14 +204,14 @@ class CacheState:
         raise TypeError("another process gets a cache by its id: detach() it, and call cache(id) of a client")
 
     def detach(self) -> str:
-        """Leaves the release to others or to the lease. Returns the id, for a client's `cache`."""
+        """Leaves the cache to others or to its lease. Returns the id, for a client's `cache`."""
         self._is_owned = False
         return self.cache_id
 
     def prompt(self, token_ids: int | Sequence[int]) -> runner_pb2.CachePrompt:
         """The prompt of an item of `execute` that appends a token, or several, and generates after these.
 
-        For several caches in one call. This object does not notice it: `refresh` does.
+        For several caches in one call. This object does not change by it: call `refresh`.
         """
         appended = [token_ids] if isinstance(token_ids, int) else tokens(token_ids)
         return runner_pb2.CachePrompt(cache_id=self.cache_id, token_ids=appended, position=self.seq_len)

@@ -37,14 +37,7 @@ from quire.session import (
     DEFAULT_MAX_IN_FLIGHT,
     SessionStream,
 )
-from quire.v1 import (
-    admin_pb2_grpc,
-    executor_pb2,
-    executor_pb2_grpc,
-    runner_pb2,
-    runner_pb2_grpc,
-    types_pb2,
-)
+from quire.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 # Caches in a page of ListCaches: the most that it allows.
 _PAGE_SIZE = 1000
@@ -80,9 +73,9 @@ class Client(ServerCalls):
     ) -> None:
         """Connects when first used. Raises ValueError for invalid settings.
 
-        A server that answers no ping is taken for gone: running calls fail with UNAVAILABLE. A single server
-        is pinged every 20 s and has 20 s to answer, so calls do not survive that it is paused for more than
-        about 40 s. Of several gateways each is pinged every 2 s and has 3 s.
+        If a server does not answer a ping, running calls fail with UNAVAILABLE. A single server is pinged
+        every 20 s and has 20 s to answer, so calls survive a pause of at most about 40 s; each of several
+        gateways is pinged every 2 s and has 3 s.
 
         Args:
             target: A gRPC target, such as `host:port` or `unix:/path`. Several gateways of one server as a
@@ -295,10 +288,14 @@ class Client(ServerCalls):
     ) -> list[list[float]]:
         """A vector for each text, or for each list of token ids, as `model_info().model.pooling` says.
 
-        dimensions: only the first numbers, for models that were trained for it. None: all.
-        normalize: each vector has the length 1, so that the product of two is their cosine.
-
         Raises QuireError.
+
+        Args:
+            inputs: Texts, or lists of token ids.
+            dimensions: How many numbers of a vector to return, if the model was trained for it. None: all.
+            normalize: Each vector has the length 1, so that the product of two is their cosine.
+            adapter_id: As in `prefill`.
+            cache_salt: As in `prefill`.
         """
         request = runner_pb2.EmbedRequest(
             inputs=embed_inputs(inputs),
