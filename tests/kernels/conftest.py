@@ -20,6 +20,7 @@ import pytest
 import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
 # Of what takes seconds in the interpreter and seldom tells more. On a GPU each run has it.
 SELDOM: pytest.MarkDecorator | tuple[()] = pytest.mark.thorough if INTERPRETED else ()

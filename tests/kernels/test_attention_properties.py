@@ -22,12 +22,11 @@ from tests.kernels.attention_case import (
     attend,
     make_case,
 )
-from tests.kernels.conftest import HAS_TRITON
+from tests.kernels.conftest import NEEDS_TRITON
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import packed
 from tests.kernels.tree_batches import Tree, with_trees
 
-NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 CUDA = [pytest.param(name, marks=NEEDS_TRITON) for name in (TRITON, SPLIT)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -18,14 +18,14 @@ from kernels.gated_activation import OF_THE_GATE, Activation
 from kernels.linear import DenseWeight, can_pack
 from kernels.routing_rule import RoutingRule
 from tests.families import by_turns
-from tests.kernels.conftest import HAS_TRITON, SELDOM
+from tests.kernels.conftest import NEEDS_TRITON, SELDOM
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.references import experts64
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Run = Callable[..., torch.Tensor]
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
+TRITON = pytest.param("triton", marks=NEEDS_TRITON)
 
 
 def matrices(experts: int, inner: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

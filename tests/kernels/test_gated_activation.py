@@ -17,7 +17,7 @@ from kernels.gated_activation import (
     gated_activation_reference,
     sigmoid,
 )
-from tests.kernels.conftest import HAS_TRITON
+from tests.kernels.conftest import NEEDS_TRITON
 from tests.kernels.cuda.poison import assert_rounded, far_apart, surrounded
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.references import activated64, assert_close, factor64, gate_loss
@@ -25,7 +25,7 @@ from tests.kernels.references import activated64, assert_close, factor64, gate_l
 NAMES_OF_TRANSFORMERS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
 EACH = pytest.mark.parametrize("activation", OF_THE_GATE)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
+TRITON = pytest.param("triton", marks=NEEDS_TRITON)
 # Columns of a program of the CUDA kernel.
 BLOCK = 1024
 Gate = Callable[[torch.Tensor, str], torch.Tensor]
@@ -139,7 +139,7 @@ def test_a_clamped_gate_keeps_nan_and_infinity(gate_of: Gate) -> None:
     torch.testing.assert_close(gate_of(gate_up, "clamped_swiglu"), expected, equal_nan=True)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@NEEDS_TRITON
 def test_rows_beyond_32_bits(device: str) -> None:
     from kernels.cuda import gated_activation as cuda
 

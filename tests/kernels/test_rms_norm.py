@@ -12,14 +12,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kernels import rms_norm as wrapper
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from tests.kernels.conftest import HAS_TRITON
+from tests.kernels.conftest import NEEDS_TRITON
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings, far_apart, surrounded
 from tests.kernels.references import assert_close, norm_loss, rms_norm64
 
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 EPS = 1e-5
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
+TRITON = pytest.param("triton", marks=NEEDS_TRITON)
 
 
 @pytest.fixture(params=[TRITON, "cpu"])

@@ -15,7 +15,7 @@ from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
 from kernels.rope import RopeSpec, rope_frequencies, rope_table
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from tests.families import by_turns
-from tests.kernels.conftest import HAS_TRITON, SELDOM
+from tests.kernels.conftest import NEEDS_TRITON, SELDOM
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings, far_apart, same_bits, surrounded
 from tests.kernels.pages import dense, packed
 from tests.kernels.references import angle_loss, assert_close, norm_loss, rms_norm64, rotate64
@@ -28,7 +28,7 @@ POSITIONS = [0, 5, 1, 7]
 # Last and first slot, one that is not written, and the first of a page.
 SLOTS = [47, 0, -1, 16]
 TOKENS = [0, 1, 3]  # those that are not padded
-TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
+TRITON = pytest.param("triton", marks=NEEDS_TRITON)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def test_no_tokens(dtype: torch.dtype, run: Run) -> None:
     assert query.shape == (0, 2, 64) and same_bits(k_pages, case.k_pages)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@NEEDS_TRITON
 @pytest.mark.parametrize("run", [TRITON], indirect=True)
 def test_rows_and_slots_beyond_32_bits(run: Run, device: str) -> None:
     from kernels.cuda import rope_kv_write as cuda

@@ -261,7 +261,6 @@ def test_damaged_files_are_refused_in_a_line_or_read(good: bytes, tmp_path: Path
 
 
 def test_damaged_models_are_refused_in_a_line_or_load(good: bytes, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     file, said = tmp_path / "model.gguf", []
     for seed in range(FUZZED, FUZZED + FUZZED // 20):
         file.write_bytes(damaged(good, seed))

@@ -26,7 +26,6 @@ from workers.models.library.quantised_parts import QuantisedExperts
 from workers.models.self_check import tolerance
 from workers.models.source import source_of
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 TEXT = [(5 * i + 2) % 97 for i in range(37)]
 # Rows of whole blocks of each format, and little else.

@@ -18,7 +18,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 
 from kernels.group_formats import FORMATS
 from tests.families import settings_of
-from tests.gguf_files import DENSE, TypeOf, byte_level, sentencepiece, write_gguf
+from tests.gguf_files import DENSE, TypeOf, Vocabulary, byte_level, sentencepiece, write_gguf
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
     TinyModel,
@@ -46,7 +46,6 @@ from workers.models.self_check import tolerance
 from workers.models.source import source_of
 from workers.models.weights import plan_load
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 TEXT = [(5 * i + 2) % 97 for i in range(37)]
 # A row of theirs has whole blocks of each format.
@@ -172,6 +171,11 @@ def test_the_pooling_of_an_embedding_model_is_told(kind: Any, pooling: str, tmp_
     assert source_of(file).text(description.vocab_size, 1 << 20).pooling == pooling
 
 
+def llama_file(directory: Path, kind: TypeOf | str) -> Path:
+    make_family_model(directory / "hf", "llama", settings_of("llama")[1] | WIDE)
+    return write_gguf(directory / "model.gguf", directory / "hf", kind)
+
+
 def said(ours: ModelConfig, theirs: ModelConfig) -> ModelConfig:
     """The first, but for what files do not say, and for the rounding of numbers to float32."""
     numbers = {name: getattr(theirs, name) for name in ("rms_norm_eps", "attention_scale", "residual_scale")}
@@ -185,11 +189,8 @@ def said(ours: ModelConfig, theirs: ModelConfig) -> ModelConfig:
 
 def test_values_are_those_of_the_file(tmp_path: Path) -> None:
     """Bit for bit those that the package of the format dequantises: a matrix of each, and another."""
-    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | WIDE)
     kinds = itertools.cycle([*DENSE, *FORMATS])
-    file = write_gguf(
-        tmp_path / "model.gguf", tmp_path / "hf", lambda name: "f32" if "norm" in name else next(kinds)
-    )
+    file = llama_file(tmp_path, lambda name: "f32" if "norm" in name else next(kinds))
     decoder = load_decoder(file, "float32")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     found_kinds = {tensor.tensor_type.name.lower() for tensor in tensors.values()}
@@ -273,17 +274,11 @@ def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tens
 def test_bits_depend_on_nothing_else_in_the_batch(tmp_path: Path) -> None:
     """With several formats in a fused matrix; with adapters and without."""
     need_compiled()
-    file = mixed_model(tmp_path)
-    decoder = load_decoder(file, pack=True)
+    decoder = load_decoder(llama_file(tmp_path, Q4_K_M), pack=True)
     assert decoder.dtype == torch.float32
     assert_same_bits(decoder, random_texts(4, LENGTHS), "plain")
     add_adapters(decoder)
     assert_same_bits(decoder, random_texts(4, LENGTHS), "adapters", lora_slots=(1, -1, 0, 1, -1))
-
-
-def mixed_model(directory: Path) -> Path:
-    make_family_model(directory / "hf", "llama", settings_of("llama")[1] | WIDE)
-    return write_gguf(directory / "model.gguf", directory / "hf", Q4_K_M)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
@@ -420,16 +415,14 @@ def test_the_window_of_gemma2_has_a_default(tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
-    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | WIDE)
-    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", "tq1_0")
+    file = llama_file(tmp_path, "tq1_0")
     with pytest.raises(ModelError, match=r"tensor \S+ must be one of bf16, .*, got tq1_0"):
         plan_load(file)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q6_k"])
 def test_scales_that_are_not_finite_are_refused_by_name(kind: str, tmp_path: Path) -> None:
-    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | WIDE)
-    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", kind)
+    file = llama_file(tmp_path, kind)
     tensor = source_of(file).tensors()["model.layers.1.mlp.down_proj.weight"]
     place = {"q8_0": 0, "q4_k": 2, "q6_k": 208}[kind]
     content = bytearray(file.read_bytes())
@@ -473,11 +466,15 @@ NOT_IN_THE_LIBRARY = {
 }
 
 
+def tokenizer_of(file: Path, vocabulary: Vocabulary, architecture: str = "llama") -> Tokenizer:
+    """What is read from a file with this vocabulary, which is written first."""
+    vocabulary.write_to(gguf.GGUFWriter(file, architecture))
+    return Tokenizer.from_str(source_of(file).text(1000, 1 << 20).tokenizer_json.decode())
+
+
 @pytest.mark.parametrize("kind", NOT_IN_THE_LIBRARY)
 def test_a_text_is_split_as_llama_cpp_does_it(kind: str, tmp_path: Path) -> None:
-    byte_level(kind).write_to(gguf.GGUFWriter(tmp_path / "model.gguf", "llama"))
-    text = source_of(tmp_path / "model.gguf").text(1000, 1 << 20)
-    splitter = Tokenizer.from_str(text.tokenizer_json.decode()).pre_tokenizer
+    splitter = tokenizer_of(tmp_path / "model.gguf", byte_level(kind)).pre_tokenizer
     given = "a  b'LL1234\u4f60!?\n\n\u3042  x"
     found = [given[first:end] for _, (first, end) in splitter.pre_tokenize_str(given)]
     assert found == NOT_IN_THE_LIBRARY[kind]
@@ -488,7 +485,6 @@ def test_a_text_is_split_as_llama_cpp_does_it(kind: str, tmp_path: Path) -> None
 )
 def test_a_tokenizer_encodes_as_that_of_transformers(kind: str, tmp_path: Path) -> None:
     """Which reads the same file. Left out is where it differs from the models' own tokenizers."""
-    name = kind if kind not in SPLITS else "llama"
     has_space, lists_merges = not kind.startswith("gemma"), kind == "gemma4"
     made = (
         byte_level(kind)
@@ -496,9 +492,7 @@ def test_a_tokenizer_encodes_as_that_of_transformers(kind: str, tmp_path: Path) 
         else sentencepiece(add_space_prefix=has_space, lists_merges=lists_merges)
     )
     file = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(file, name)
-    made.write_to(writer)
-    ours = Tokenizer.from_str(source_of(file).text(1000, 1 << 20).tokenizer_json.decode())
+    ours = tokenizer_of(file, made, kind if kind not in SPLITS else "llama")
     architecture, described, _ = get_gguf_tokenizer(str(file))
     theirs, _ = convert_gguf_tokenizer(architecture, described)
     for text in texts():
@@ -515,24 +509,7 @@ def test_a_tokenizer_encodes_as_that_of_transformers(kind: str, tmp_path: Path) 
 
 def texts() -> list[str]:
     dice = random.Random(0)
-    parts = (
-        "a",
-        "the ",
-        " ",
-        "\n",
-        "é",
-        "1",
-        "23",
-        "'s",
-        "<|eot|>",
-        "<|user|>",
-        "你",
-        "🙂",
-        "-",
-        "\t",
-        "Zx",
-        "I'M",
-    )
+    parts = [*"a \n\té1-你🙂", "the ", "23", "'s", "<|eot|>", "<|user|>", "Zx", "I'M"]
     drawn = ["".join(dice.choices(parts, k=dice.randrange(20))) for _ in range(300)]
     return ["", "Hello world!", "foo_bar(baz)[1]/2\\n//\r\n", "x\x00y", *drawn]
 
@@ -564,9 +541,7 @@ def test_a_text_begins_and_ends_as_the_file_says(tmp_path: Path) -> None:
 
 def test_the_unknown_token_is_a_special_one(tmp_path: Path) -> None:
     """As in llama.cpp and in transformers: a text finds it by its name, and it has no text itself."""
-    sentencepiece().write_to(gguf.GGUFWriter(tmp_path / "model.gguf", "llama"))
-    content = source_of(tmp_path / "model.gguf").text(1000, 1 << 20).tokenizer_json.decode()
-    tokenizer = Tokenizer.from_str(content)
+    tokenizer = tokenizer_of(tmp_path / "model.gguf", sentencepiece())
     assert tokenizer.encode("<unk>", add_special_tokens=False).ids == [0]
     assert tokenizer.decode([0]) == ""
 
@@ -577,16 +552,11 @@ def test_whitespace_after_the_markers_of_phi3_is_dropped(tmp_path: Path) -> None
         ("phi3", ["<|user|>", "▁a", "<|user|>", "▁b"]),
         ("llama", ["<|user|>", "▁", "\n", "a", "<|user|>", "▁", "▁b"]),
     ):
-        file = tmp_path / f"{architecture}.gguf"
-        sentencepiece().write_to(gguf.GGUFWriter(file, architecture))
-        tokenizer = Tokenizer.from_str(source_of(file).text(1000, 1 << 20).tokenizer_json.decode())
+        tokenizer = tokenizer_of(tmp_path / f"{architecture}.gguf", sentencepiece(), architecture)
         found = tokenizer.encode("<|user|>\na<|user|> b", add_special_tokens=False).ids
         assert [*map(tokenizer.id_to_token, found)] == expected
 
 
 def test_texts_are_normalized_where_the_model_does_so(tmp_path: Path) -> None:
-    byte_level("qwen2").write_to(gguf.GGUFWriter(tmp_path / "model.gguf", "qwen2"))
-    tokenizer = Tokenizer.from_str(
-        source_of(tmp_path / "model.gguf").text(1000, 1 << 20).tokenizer_json.decode()
-    )
+    tokenizer = tokenizer_of(tmp_path / "model.gguf", byte_level("qwen2"), "qwen2")
     assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids

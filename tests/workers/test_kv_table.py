@@ -361,6 +361,18 @@ def grow(table: KvTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[i
     return copies
 
 
+def test_with_other_weights_a_sequence_of_before_shares_no_more() -> None:
+    """Nor do its forks, although there is a page of the same tokens: it is of the weights of before."""
+    table, tokens = KvTable(16, PAGE), [0] * 2 * PAGE
+    grow(table, table.create(1), tokens)
+    one = table.create(2)
+    assert table.match_prefix(one, tokens, PAGE) == PAGE
+    table.forget_prefixes()
+    for seq in (one, *table.fork(one, [3])):
+        assert table.match_prefix(seq, tokens[PAGE:], PAGE) == 0
+        assert table.find_prefix(seq, b"", tokens[PAGE:], PAGE) == (0, None)
+
+
 def test_wrong_calls_change_nothing() -> None:
     table = KvTable(4, PAGE)
     seq = table.create(1)
