@@ -102,7 +102,7 @@ def test_each_cache_has_the_tokens_of_its_adapter(gateway: GatewayProcess, adapt
     assert all(metrics.operations >= STEPS and metrics.loads for metrics in by_id.values())
     assert sum(metrics.evictions for metrics in by_id.values()) > 0
     assert by_id["a1"].sequences == 2
-    executor = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=PATIENCE_S).executor
+    executor = gateway.capabilities().executor
     assert executor.supports_lora and executor.max_lora_adapters == 2
 
 

@@ -240,4 +240,4 @@ def test_what_is_not_known_is_refused_by_name(
         assert named in str(refused.value) and refused.value.reason == "UNSUPPORTED_BY_EXECUTOR"
         # New weights have the texts of before.
         gateway.admin.LoadWeights(admin_pb2.LoadWeightsRequest(source=str(model)), timeout=60)
-        assert gateway.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).model.pooling == named
+        assert gateway.model().pooling == named
