@@ -120,6 +120,11 @@ class GatewayProcess(gateway_process.GatewayProcess):
         )
         return answer.model
 
+    def fork(self, cache_id: str, count: int = 1, **fields: Any) -> Sequence[types_pb2.KvCacheHandle]:
+        request = executor_pb2.ForkCacheRequest(cache_id=cache_id, count=count, **fields)
+        answer: executor_pb2.ForkCacheResponse = self.stub.ForkCache(request, timeout=_PATIENCE_S)
+        return answer.kv_caches
+
     def release(self, cache_id: str) -> bool:
         """Whether there was such a cache."""
         request = executor_pb2.ReleaseCacheRequest(cache_id=cache_id)

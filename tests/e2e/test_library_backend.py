@@ -14,7 +14,6 @@ from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
-PATIENCE_S = 60
 FLAGS = ["--dtype", "float32", "--kv-pages", "64", "--max-batch-tokens", "16"]
 # The library ignores it. Families that only the library has: tests/workers/test_library_model.py.
 WHY = "config.json: attention_chunk_size: is not supported, got 64"

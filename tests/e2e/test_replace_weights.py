@@ -79,11 +79,10 @@ def test_caches_continue_with_the_new_weights(gateway: GatewayProcess, models: l
 
 def test_caches_end_if_the_caller_says_so(gateway: GatewayProcess, models: list[Path]) -> None:
     text = Text(gateway)
-    made = pb.PrefillRequest(token_ids=text.prompt, request_id="one")
-    other = gateway.stub.Prefill(made, timeout=PATIENCE_S).kv_cache.cache_id
+    other = gateway.prefill(text.prompt, request_id="one").kv_cache.cache_id
     replace(gateway, models[1], admin_pb2.PREVIOUS_CACHES_UNSPECIFIED)
     assert refused(lambda: text.decode(1)) == "WEIGHTS_CHANGED"
-    assert refused(lambda: gateway.stub.Prefill(made, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
+    assert refused(lambda: gateway.prefill(text.prompt, request_id="one")) == "WEIGHTS_CHANGED"
     renew = pb.RenewCacheRequest(cache_id=other)
     assert refused(lambda: gateway.stub.RenewCache(renew, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
     assert gateway.release(other)

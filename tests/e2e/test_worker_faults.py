@@ -176,13 +176,12 @@ def test_all_workers_are_killed(gateway: GatewayProcess) -> None:
     for pid in (*(pid for worker_id, pid in pids.items() if worker_id != home), pids[home]):
         os.kill(pid, signal.SIGKILL)
         gateway.wait_until(lambda pid=pid: gone(gateway, pid))  # type: ignore[misc]
-    creation = pb.PrefillRequest(token_ids=PROMPT[::-1], request_id="once")
-    made = gateway.stub.Prefill(creation, timeout=ANSWER_TIMEOUT_S)
+    made = gateway.prefill(PROMPT[::-1], request_id="once")
     answers = [running.result()]
     answers += [append(gateway, cache_id, length + n, TOKENS[n]) for n in range(1, len(TOKENS))]
     assert_alike([answer.output for answer in answers], expected)
     assert answers[-1].kv_cache.epoch > cache.kv_cache.epoch
-    again = gateway.stub.Prefill(creation, timeout=ANSWER_TIMEOUT_S)
+    again = gateway.prefill(PROMPT[::-1], request_id="once")
     assert (again.kv_cache.cache_id, again.output) == (made.kv_cache.cache_id, made.output)
 
     def counts() -> tuple[int, int, int]:
