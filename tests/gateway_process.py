@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import psutil
-from quire.v1 import admin_pb2_grpc, executor_pb2, runner_pb2_grpc
+from quire.v1 import admin_pb2_grpc, executor_pb2, runner_pb2_grpc, types_pb2
 
 from benchmarks import checkout, gateway_process
 from tests.conftest import AS_SHIPPED
@@ -108,6 +108,22 @@ class GatewayProcess(gateway_process.GatewayProcess):
         request = executor_pb2.TruncateKVRequest(cache_id=cache_id, new_len=new_len, **fields)
         answer: executor_pb2.TruncateKVResponse = self.stub.TruncateKV(request, timeout=_PATIENCE_S)
         return answer
+
+    def capabilities(self) -> executor_pb2.GetCapabilitiesResponse:
+        request = executor_pb2.GetCapabilitiesRequest()
+        answer: executor_pb2.GetCapabilitiesResponse = self.stub.GetCapabilities(request, timeout=_PATIENCE_S)
+        return answer
+
+    def model(self) -> types_pb2.ModelDescription:
+        answer: executor_pb2.GetModelInfoResponse = self.stub.GetModelInfo(
+            executor_pb2.GetModelInfoRequest(), timeout=_PATIENCE_S
+        )
+        return answer.model
+
+    def fork(self, cache_id: str, count: int = 1, **fields: Any) -> Sequence[types_pb2.KvCacheHandle]:
+        request = executor_pb2.ForkCacheRequest(cache_id=cache_id, count=count, **fields)
+        answer: executor_pb2.ForkCacheResponse = self.stub.ForkCache(request, timeout=_PATIENCE_S)
+        return answer.kv_caches
 
     def release(self, cache_id: str) -> bool:
         """Whether there was such a cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -42,3 +43,9 @@ def opening(stream: int, /, **changed: str) -> bytes:
 def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
     """A message as gRPC frames it."""
     return struct.pack(">BI", compressed, len(data) if length is None else length) + data
+
+
+def connect(address: str, timeout_s: float = 30.0) -> socket.socket:
+    """A connection to a server's HOST:PORT, on which nothing was sent."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=timeout_s)

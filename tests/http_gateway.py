@@ -21,7 +21,16 @@ class HttpGateway(GatewayProcess):
     @property
     def url(self) -> str:
         """Of the API, as its clients have it."""
-        return f"http://127.0.0.1:{self.http_port}/v1"
+        return url_of(self)
 
-    def client(self, key: str = "none") -> Any:
-        return openai.OpenAI(base_url=self.url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
+    def client(self) -> Any:
+        return openai_client(self)
+
+
+def url_of(gateway: GatewayProcess) -> str:
+    return f"http://127.0.0.1:{gateway.http_port}/v1"
+
+
+def openai_client(gateway: GatewayProcess, key: str = "none") -> Any:
+    """OpenAI's own client, which tries once."""
+    return openai.OpenAI(base_url=url_of(gateway), api_key=key, timeout=TIMEOUT_S, max_retries=0)

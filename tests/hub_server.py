@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -131,3 +132,19 @@ def serving(hub: Hub) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def cached(cache: Path, name: str, directory: Path) -> Path:
+    """Moves the files of a directory into a local cache of the hub, as of a model with a name.
+
+    Returns the directory of the snapshot, where files are links to blobs.
+    """
+    home = cache / f"models--{name.replace('/', '--')}"
+    blobs, snapshot = home / "blobs", home / "snapshots" / COMMIT
+    for made in (blobs, snapshot, home / "refs"):
+        made.mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    for number, file in enumerate(sorted(directory.iterdir())):
+        blob = file.rename(blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    return snapshot

@@ -6,7 +6,6 @@ import ast
 import functools
 import graphlib
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -18,6 +17,7 @@ import pytest
 from benchmarks.checkout import environment
 from service.caches.states import MOVED_BY, NEXT, State
 from tests import quire_command
+from tests.programs import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = "quire.v1"
@@ -261,16 +261,8 @@ def test_a_worker_on_the_cpu_never_loads_triton() -> None:
     """What tests fork workers from has all of a worker's modules."""
     modules_of_a_cpu_worker = "workers.executors.llm, workers.executors.weightless, workers.step_loop"
     code = f"import {modules_of_a_cpu_worker}, sys; print('triton' in sys.modules)"
-    done = subprocess.run(
-        quire_command.module("timeit", "-n1", "-r1", code),
-        cwd=ROOT,
-        env=environment(ROOT),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert done.stdout.startswith("False\n"), done.stdout
+    timed = quire_command.module("timeit", "-n1", "-r1", code)
+    assert output_of(*timed, cwd=ROOT, env=environment(ROOT)).startswith("False\n")
 
 
 def test_accounting_is_without_torch() -> None:
@@ -347,10 +339,7 @@ def loaded_after(code: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after running `code`."""
     script = f"{code}\nimport sys\nprint('\\n'.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
     path = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'clients' / 'python')]!r}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", path + script], capture_output=True, text=True, check=True, timeout=120
-    )
-    return set(done.stdout.split())
+    return set(output_of(sys.executable, "-c", path + script).split())
 
 
 @needs_packages
@@ -377,5 +366,5 @@ def test_top_level_holds_only_what_belongs_there() -> None:
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= TOP_LEVEL
+    listed = output_of(git, "ls-files", cwd=ROOT)
+    assert {line.split("/")[0] for line in listed.splitlines()} <= TOP_LEVEL

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from quire.cli.main import complete_parser
 from service.config import Config
 from service.config_sources import read_settings
 from tests.gateway_process import ROOT
+from tests.programs import output_of, run
 
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kubernetes" / "base"
@@ -41,10 +41,7 @@ def base() -> list[Object]:
 def rendered(directory: Path) -> list[Object]:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl")
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=True
-    )
-    return list(yaml.safe_load_all(done.stdout))
+    return list(yaml.safe_load_all(output_of("kubectl", "kustomize", directory)))
 
 
 @pytest.fixture(params=["as written", "base", "plaintext", "postgres", "postgres, plaintext", "example"])
@@ -208,7 +205,5 @@ def test_units(unit: Path, tmp_path: Path) -> None:
         assert int(grace_s) > Config().lame_duck_s + Config().drain_grace_s
     if shutil.which("systemd-analyze") is not None:
         (tmp_path / unit.name).write_text(text.replace("/opt/quire/bin/quire", shutil.which("true") or ""))
-        done = subprocess.run(
-            ["systemd-analyze", "verify", str(tmp_path / unit.name)], capture_output=True, text=True
-        )
+        done = run("systemd-analyze", "verify", tmp_path / unit.name)
         assert (done.returncode, done.stderr) == (0, "")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 GITHUB = ROOT / ".github"
@@ -24,8 +25,7 @@ def test_the_schemas_of_github_accept_it(pattern: str) -> None:
     files = sorted(map(str, GITHUB.glob(pattern)))
     assert files
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", SCHEMAS[pattern], *files]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    output_of(*command)
 
 
 def test_every_file_has_a_schema() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,9 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}, which `make docs` installs")
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", out, cwd=ROOT)
     return out.resolve()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -14,15 +13,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.programs import output_of
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_sbom_has_the_dependencies_of_the_server(tmp_path: Path) -> None:
     if importlib.util.find_spec("cyclonedx_py") is None:
         pytest.skip("needs cyclonedx-bom, which `make sbom` installs")
-    command = [sys.executable, ".ci/sbom.py", str(tmp_path / "sbom.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, ".ci/sbom.py", tmp_path / "sbom.json", cwd=ROOT)
     text = (tmp_path / "sbom.json").read_text(encoding="utf-8")
     sbom = json.loads(text)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import socket
 import struct
 
 from tests import http2
@@ -24,8 +23,7 @@ class HalfSent:
     """A connection with a message of 15 MiB of which the last bytes never come."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=0.5)
+        self._socket = http2.connect(address, timeout_s=0.5)
         self._socket.sendall(http2.headers())
         self._body = _half_a_message()
         self._unread = b""

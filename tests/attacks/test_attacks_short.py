@@ -135,31 +135,25 @@ def test_a_message_of_very_many_calls_is_refused(gateway: GatewayProcess) -> Non
 
 @pytest.fixture
 def long_cache(gateway: GatewayProcess) -> Iterator[str]:
-    prompt = pb.PrefillRequest(token_ids=[at % 1000 for at in range(15_000)])
-    cache_id = gateway.stub.Prefill(prompt, timeout=TIMEOUT_S).kv_cache.cache_id
+    cache_id = gateway.prefill([at % 1000 for at in range(15_000)]).kv_cache.cache_id
     yield cache_id
-    gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+    gateway.release(cache_id)
 
 
 @pytest.mark.usefixtures("bounded", "small_peak")
 def test_very_many_copies_of_a_long_cache_take_little(gateway: GatewayProcess, long_cache: str) -> None:
-    fork = pb.ForkCacheRequest(cache_id=long_cache, count=1024)
-    made = [handle.cache_id for _ in range(2) for handle in copies(gateway, fork)]
+    made = [handle.cache_id for _ in range(2) for handle in gateway.fork(long_cache, 1024)]
     for begin in range(0, len(made), 1024):
-        copies(gateway, pb.ForkCacheRequest(cache_id=long_cache, release=made[begin : begin + 1024]))
-
-
-def copies(gateway: GatewayProcess, request: pb.ForkCacheRequest) -> list[types.KvCacheHandle]:
-    return list(gateway.stub.ForkCache(request, timeout=TIMEOUT_S).kv_caches)
+        gateway.fork(long_cache, 0, release=made[begin : begin + 1024])
 
 
 @pytest.mark.usefixtures("bounded", "small_peak")
 def test_copies_that_part_share_what_is_before(gateway: GatewayProcess, long_cache: str) -> None:
     for _ in range(2):
-        made = [h.cache_id for h in copies(gateway, pb.ForkCacheRequest(cache_id=long_cache, count=64))]
+        made = [handle.cache_id for handle in gateway.fork(long_cache, 64)]
         steps = [pb.DecodeRequest(cache_id=cache_id, token_id=1) for cache_id in made]
         gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=steps), timeout=TIMEOUT_S)
-        copies(gateway, pb.ForkCacheRequest(cache_id=long_cache, release=made))
+        gateway.fork(long_cache, 0, release=made)
 
 
 @pytest.mark.usefixtures("bounded", "small_peak")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from quire.cli.main import main
-from quire.v1 import executor_pb2 as pb
 
+from tests.e2e.unharmed import release_all
 from tests.fake_executor import FakeExecutor, serving
 from tests.gateway_process import GatewayProcess
 
@@ -41,6 +41,5 @@ def nothing_is_left(gateway: GatewayProcess) -> Iterator[None]:
     """Nothing is in flight any more, and when all caches are released nothing is held."""
     yield
     gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
-    for handle in gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000)).kv_caches:
-        gateway.release(handle.cache_id)
+    release_all(gateway)
     gateway.assert_pools_are_whole()

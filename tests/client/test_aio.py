@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from quire import (
 )
 
 from tests.fake_executor import FakeExecutor, serving
+from tests.programs import output_of
 
 GENERATOR = Path(__file__).resolve().parents[2] / "clients" / "python" / "generate_blocking.py"
 
@@ -199,5 +199,4 @@ def test_types_can_be_asked_for(kind: type) -> None:
 
 
 def test_the_blocking_client_is_the_asyncio_one_without_await() -> None:
-    done = subprocess.run([sys.executable, GENERATOR, "--check"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, GENERATOR, "--check")

@@ -11,7 +11,6 @@ import functools
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_executor import FakeExecutor
+from tests.programs import output_of, run
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "clients" / "python"
@@ -58,9 +58,7 @@ print([main([*command.split(), "--target", target]) for command in commands])
 
 def pip(*arguments: str) -> None:
     """Runs pip without a network."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +108,7 @@ def test_installed_alone_it_completes_calls(
     wheel: Path, tmp_path: Path, target: str, executor: FakeExecutor
 ) -> None:
     pip("install", "--no-deps", "--no-index", "--target", str(tmp_path), str(wheel))
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", _SCRIPT, str(tmp_path), target],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(sys.executable, "-I", "-c", _SCRIPT, tmp_path, target)
     assert done.returncode == 0, done.stderr
     token, header, statuses = done.stdout.splitlines()
     assert (token, header.split()[0], statuses) == ("10", "cache", "[0, 1, 1, 1]")
@@ -132,8 +125,7 @@ def test_a_checkout_beside_a_script_does_not_hide_the_client(tmp_path: Path) -> 
     (tmp_path / "quire" / "clients").mkdir(parents=True)
     script = tmp_path / "script.py"
     script.write_text("from quire import Client; print(Client.__module__)")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "quire.client"), done.stderr
+    assert output_of(sys.executable, script) == "quire.client\n"
 
 
 @functools.cache

@@ -191,7 +191,7 @@ class Breaking:
         pass
 
 
-def kept(breaking: Breaking, keep_s: float, cancelled: list[str]) -> quire.Execution:
+def kept(breaking: Breaking, keep_s: float, cancelled: list[str], **settings: Any) -> quire.Execution:
     request = runner_pb2.ExecuteRequest(items=[quire.item("x")], request_id="r")
     request.keep.FromNanoseconds(int(keep_s * 1e9))
 
@@ -199,7 +199,7 @@ def kept(breaking: Breaking, keep_s: float, cancelled: list[str]) -> quire.Execu
         cancelled.append(request_id)
         return True
 
-    return quire.Execution(breaking, request, cancel)
+    return quire.Execution(breaking, request, cancel, **settings)
 
 
 def test_what_is_cancelled_while_it_pauses_is_not_begun_anew() -> None:
@@ -269,10 +269,8 @@ def test_what_breaks_off_before_the_first_chunk_each_time_is_given_up() -> None:
 
 def test_without_retries_it_does_not_resume() -> None:
     breaking = Breaking()
-    request = runner_pb2.ExecuteRequest(items=[quire.item("x")], request_id="r")
-    request.keep.FromSeconds(60)
     with pytest.raises(quire.Unavailable):
-        list(quire.Execution(breaking, request, lambda _: True, retries=False))
+        list(kept(breaking, 60, [], retries=False))
     assert breaking.begun == 1
 
 
@@ -287,11 +285,9 @@ def test_all_that_resume_have_one_timeout(monkeypatch: pytest.MonkeyPatch) -> No
             yield from super().__iter__()
 
     monkeypatch.setattr("quire.executions.time.monotonic", lambda: now_s)
-    request = runner_pb2.ExecuteRequest(items=[quire.item("x")], request_id="r")
-    request.keep.FromSeconds(60)
     breaking = TimedBreaking()
     with pytest.raises(quire.Unavailable):
-        list(quire.Execution(breaking, request, lambda _: True, timeout_s=10))
+        list(kept(breaking, 60, [], timeout_s=10))
     assert breaking.timeouts == [10, 6, 2]
 
 

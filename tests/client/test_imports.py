@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import pydoc
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import quire
+
+from tests.programs import output_of, run
 
 # What the interpreter may load by itself, such as for packages that are installed in place, does not count.
 _COUNTED = """
@@ -21,11 +22,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def loaded_by(code: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNTED.format(code=code)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    return set(json.loads(output_of(sys.executable, "-c", _COUNTED.format(code=code))))
 
 
 def others(modules: set[str]) -> set[str]:
@@ -70,13 +67,8 @@ def test_type_checkers_know_its_names(tmp_path: Path) -> None:
     """As in a project of somebody else, which has the client installed."""
     code = "import quire\nfrom quire import Client\nreveal_type(Client('x').prefill([1]))\nquire.Clinet\n"
     (tmp_path / "program.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache", "program.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    checker = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache"]
+    done = run(*checker, "program.py", cwd=tmp_path)
     first, second, last = done.stdout.splitlines()
     assert 'Revealed type is "quire._caches.Cache"' in first
     assert second.startswith("program.py:4: error:") and '"Clinet"' in second

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from service.auth.tokens import Role, new_token
+from tests import programs
 from tests.certificates import Authority
 from tests.gateway_process import GatewayProcess
 
@@ -55,7 +56,7 @@ def installed() -> None:
     """What the client needs is in its node_modules; installed once for each state of the lock file."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no node with npm")
-    version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    version = programs.output_of("node", "--version").strip()
     if int(version.removeprefix("v").split(".")[0]) < OLDEST_NODE:
         pytest.skip(f"node is {version}, and the client needs {OLDEST_NODE} or later")
     modules = CLIENT / "node_modules"
@@ -134,9 +135,7 @@ def test_without_its_plugin_the_generator_deletes_nothing(tmp_path: Path) -> Non
     kept = tmp_path / "src" / "gen" / "kept.ts"
     kept.parent.mkdir(parents=True)
     kept.write_text("// generated")
-    done = subprocess.run(
-        ["node", "generate.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=TEST_TIMEOUT_S
-    )
+    done = programs.run("node", "generate.mjs", cwd=tmp_path)
     assert done.returncode == 1
     assert "npm ci" in done.stderr
     assert kept.read_text() == "// generated"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import tomllib
 import venv
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.gateway_process import GatewayProcess
+from tests.programs import output_of, run
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ROOT / "clients" / "python"
@@ -83,13 +83,7 @@ def test_the_oldest_versions_serve(shipped_gateway: GatewayProcess, tmp_path: Pa
     python = tmp_path / "venv" / "bin" / "python"
     pins = [f"{name}=={version}" for name, version in floors().items()]
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pins]
-    if subprocess.run(install, capture_output=True).returncode:
+    if run(*install).returncode:
         pytest.skip("needs a registry of packages")
-    done = subprocess.run(
-        [python, "-c", _PROGRAM, shipped_gateway.address],
-        env={**os.environ, "PYTHONPATH": str(CLIENT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    ours = {**os.environ, "PYTHONPATH": str(CLIENT)}
+    output_of(python, "-c", _PROGRAM, shipped_gateway.address, env=ours)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from tests.client.session_gateway import (
     unary_answers,
 )
 from tests.gateway_process import ROOT, GatewayProcess
+from tests.programs import run
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -312,6 +312,5 @@ asyncio.run(main())
 @pytest.mark.parametrize("program", [_FORGETS, _FORGETS_ALSO])
 def test_a_program_that_closes_nothing_ends(gateway: GatewayProcess, program: str) -> None:
     path = f"import sys; sys.path.insert(0, {str(ROOT / 'clients' / 'python')!r})\n"
-    command = [sys.executable, "-c", path + program, gateway.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run(sys.executable, "-c", path + program, gateway.address)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "4", "")

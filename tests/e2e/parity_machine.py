@@ -323,10 +323,8 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(number=picks, count=st.integers(1, 2), drop_parent=st.booleans())
     def fork(self, number: int, count: int, drop_parent: bool) -> None:
         parent = self.pick(number)
-        request = pb.ForkCacheRequest(cache_id=parent.cache_id, count=count)
-        if drop_parent:
-            request.release.append(parent.cache_id)
-        for handle in self.gateway.stub.ForkCache(request, timeout=30).kv_caches:
+        dropped = [parent.cache_id] if drop_parent else []
+        for handle in self.gateway.fork(parent.cache_id, count, release=dropped):
             child = Held(handle.cache_id, list(parent.tokens))
             self.check_step(child, handle)
             self.held.append(child)

@@ -102,21 +102,19 @@ def test_each_cache_has_the_tokens_of_its_adapter(gateway: GatewayProcess, adapt
     assert all(metrics.operations >= STEPS and metrics.loads for metrics in by_id.values())
     assert sum(metrics.evictions for metrics in by_id.values()) > 0
     assert by_id["a1"].sequences == 2
-    executor = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=PATIENCE_S).executor
+    executor = gateway.capabilities().executor
     assert executor.supports_lora and executor.max_lora_adapters == 2
 
 
 def test_forks_scorings_and_unified_items_have_it_too(gateway: GatewayProcess, adapted: Adapted) -> None:
     load(gateway, "mine", adapted.adapters[0])
     text = Text(gateway, "mine")
-    forked = gateway.stub.ForkCache(pb.ForkCacheRequest(cache_id=text.cache_id, count=1), timeout=PATIENCE_S)
-    text.cache_id = forked.kv_caches[0].cache_id
+    text.cache_id = gateway.fork(text.cache_id)[0].cache_id
     assert text.finish() == adapted.tokens[1]
     whole = PROMPT + adapted.tokens[1]
-    request = pb.ForwardRequest(token_ids=whole, score_from=len(PROMPT), adapter_id="mine")
-    assert all(gateway.stub.Forward(request, timeout=PATIENCE_S).token_is_argmax)
-    request.ClearField("adapter_id")
-    assert not all(gateway.stub.Forward(request, timeout=PATIENCE_S).token_is_argmax)
+    for adapter_id, is_its_own in (("mine", True), ("", False)):
+        scored = gateway.forward(whole, score_from=len(PROMPT), adapter_id=adapter_id)
+        assert all(scored.token_is_argmax) == is_its_own
     item = pb.UnifiedForwardItem(token_ids=PROMPT, adapter_id="mine")
     response = gateway.stub.UnifiedForward(pb.UnifiedForwardRequest(items=[item]), timeout=PATIENCE_S)
     assert response.results[0].response.output.token_id == adapted.tokens[1][0]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from service.model_names import SHIPPED_MODEL
@@ -79,12 +78,11 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
     """
     with home.start(model="adder") as first:
         before = home.note_workers(first)
-        prompt = pb.PrefillRequest(token_ids=TOKENS)
-        answer = first.stub.Prefill(prompt, timeout=TIMEOUT_S)
+        answer = first.prefill(TOKENS)
+        cache_id = answer.kv_cache.cache_id
         assert home.pids() == before
         epochs = {worker.epoch for worker in first.status().workers}
-        decode = pb.DecodeRequest(cache_id=answer.kv_cache.cache_id, token_id=7, output=TOP)
-        assert first.stub.Decode(decode, timeout=TIMEOUT_S).kv_cache.seq_len == len(TOKENS) + 1
+        assert first.decode(cache_id, 7).kv_cache.seq_len == len(TOKENS) + 1
         first.kill()
     second = home.start(model="adder")
     second.wait_until(lambda: bool(events(second, "worker adopted")))
@@ -94,15 +92,13 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
         assert min(worker.epoch for worker in third.status().workers) > max(epochs)
         assert len(events(third, "worker adopted")) == 2 and not events(third, "worker started")
         # The cache and its KV are there: nothing is replayed.
-        decode.position = len(TOKENS) + 1
-        went_on = third.stub.Decode(decode, timeout=TIMEOUT_S)
+        went_on = third.decode(cache_id, 7, position=len(TOKENS) + 1, output=TOP)
         assert went_on.kv_cache.seq_len == len(TOKENS) + 2 and went_on.replayed_tokens == 0
         assert list(went_on.output.top.logprobs) == top_logprobs_after([*TOKENS, 7, 7])
         assert went_on.kv_cache.epoch == answer.kv_cache.epoch
-        released = pb.ReleaseCacheRequest(cache_id=answer.kv_cache.cache_id)
-        assert third.stub.ReleaseCache(released, timeout=TIMEOUT_S).released
+        assert third.release(cache_id)
         third.assert_pools_are_whole()
-        assert third.stub.Prefill(prompt, timeout=TIMEOUT_S).output.token_id == answer.output.token_id
+        assert third.prefill(TOKENS).output.token_id == answer.output.token_id
         # A service manager may signal all processes.
         for worker in home.workers:
             worker.send_signal(signal.SIGUSR2)

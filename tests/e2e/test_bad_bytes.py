@@ -148,11 +148,9 @@ def item_codes(rpc: str, answer: bytes) -> set[int]:
 
 def test_requests_with_changed_bytes_get_ordinary_answers(weightless_gateway: GatewayProcess) -> None:
     rng = random.Random("changed bytes")
-    stub = weightless_gateway.stub
-    prompt = pb.PrefillRequest(token_ids=range(20))
     seen: set[int] = set()
     for _ in range(15):
-        cache_id = stub.Prefill(prompt, timeout=TIMEOUT_S).kv_cache.cache_id
+        cache_id = weightless_gateway.prefill(range(20)).kv_cache.cache_id
         for rpc, requests in sensible_requests(cache_id).items():
             for request in requests * 3:
                 data = mutated(request.SerializeToString(), rng)

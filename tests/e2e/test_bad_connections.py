@@ -9,9 +9,20 @@ from collections.abc import Iterator
 import pytest
 from quire.v1 import executor_pb2 as pb
 
-from tests.e2e.unharmed import TIMEOUT_S, unharmed
+from tests.e2e.unharmed import unharmed
 from tests.gateway_process import GatewayProcess
-from tests.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers, message
+from tests.http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    connect,
+    frame,
+    headers,
+    message,
+)
 
 REQUEST = pb.PrefillRequest(token_ids=[1, 2, 3]).SerializeToString()
 NO_SETTINGS = PREFACE + frame(SETTINGS, 0, b"", stream=0)
@@ -54,15 +65,10 @@ def gateway_goes_on(weightless_gateway: GatewayProcess) -> Iterator[None]:
         yield
 
 
-def connect(gateway: GatewayProcess) -> socket.socket:
-    host, _, port = gateway.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
-
-
 def exchange(gateway: GatewayProcess, data: bytes, until: bytes | None = None) -> bytes:
     """Sends bytes. Everything that comes back: up to and with `until`, or until the server hangs up."""
     received = b""
-    with connect(gateway) as connection:
+    with connect(gateway.address) as connection:
         try:
             connection.sendall(data)
             if until is None:

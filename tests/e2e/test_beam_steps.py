@@ -27,8 +27,7 @@ def test_samples_are_what_copies_with_these_seeds_draw(
     request: Any = {"output": output(5), "sample_seeds": SEEDS, "request_id": f"samples-{temperature}"}
     drawn = tiny_gateway.prefill(PROMPT, **request)
     parent = tiny_gateway.prefill(PROMPT[:-1]).kv_cache.cache_id
-    forked = pb.ForkCacheRequest(cache_id=parent, count=len(SEEDS))
-    copies = [handle.cache_id for handle in tiny_gateway.stub.ForkCache(forked).kv_caches]
+    copies = [handle.cache_id for handle in tiny_gateway.fork(parent, len(SEEDS))]
     items = [
         pb.DecodeRequest(cache_id=copy, token_id=PROMPT[-1], output=output(seed))
         for copy, seed in zip(copies, SEEDS, strict=True)

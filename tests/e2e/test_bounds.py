@@ -43,11 +43,6 @@ def gateway_goes_on(gateway: GatewayProcess) -> Iterator[None]:
         yield
 
 
-def connect(gateway: GatewayProcess) -> socket.socket:
-    host, _, port = gateway.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
-
-
 def everything(connection: socket.socket) -> bytes:
     """What comes until the other end hangs up."""
     received = b""
@@ -57,20 +52,20 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def test_the_limits_are_told(gateway: GatewayProcess) -> None:
-    limits = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=TIMEOUT_S).limits
+    limits = gateway.capabilities().limits
     assert (limits.max_connections, limits.max_sessions) == (CONNECTIONS, SESSIONS)
     assert (limits.message_timeout.ToMilliseconds(), limits.max_arriving_bytes) == (1500, 1 << 20)
 
 
 def test_a_connection_that_never_speaks_is_hung_up_on(gateway: GatewayProcess) -> None:
-    with connect(gateway) as silent, connect(gateway) as half:
+    with http2.connect(gateway.address) as silent, http2.connect(gateway.address) as half:
         half.sendall(http2.PREFACE[:10])
         for connection in (silent, half):
             assert b"handshake timeout" in everything(connection)
 
 
 def test_a_message_that_never_ends_is_refused_and_its_connection_lives_on(gateway: GatewayProcess) -> None:
-    with connect(gateway) as connection:
+    with http2.connect(gateway.address) as connection:
         connection.sendall(http2.headers())
         connection.sendall(http2.frame(http2.DATA, 0, http2.message(bytes(10_000), length=20_000)))
         gateway.wait_until(lambda: gateway.status().arriving_requests == 1)
@@ -98,7 +93,7 @@ def test_of_too_many_connections_the_newest_are_hung_up_on(gateway: GatewayProce
         request = pb.PrefillRequest(token_ids=[1]).SerializeToString()
         prefill(request, timeout=TIMEOUT_S)
         gateway.wait_until(lambda: gateway.status().connections == 2)
-        many = [stack.enter_context(connect(gateway)) for _ in range(3 * CONNECTIONS)]
+        many = [stack.enter_context(http2.connect(gateway.address)) for _ in range(3 * CONNECTIONS)]
         for connection in many:
             # They speak, so that nothing but their number is wrong with them.
             connection.sendall(http2.PREFACE + http2.frame(http2.SETTINGS, 0, b"", stream=0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from kernels.cpu import library
@@ -34,9 +33,7 @@ def answers(model: Path, data: Path, names: list[str], monkeypatch: pytest.Monke
             if not found:
                 prefilled = gateway.prefill(PROMPT, output=WANTED)
                 handle, found = prefilled.kv_cache, [answer_of(prefilled.output)]
-            assert (
-                f"cpu-{name}" in gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor.products
-            )
+            assert f"cpu-{name}" in gateway.capabilities().executor.products
             for _ in range(STEPS):
                 step = gateway.decode(handle.cache_id, found[-1][0], position=handle.seq_len, output=WANTED)
                 handle = step.kv_cache

@@ -18,7 +18,7 @@ import pytest
 import quire
 import torch
 from quire.errors import from_rpc_error
-from quire.v1 import admin_pb2, executor_pb2, types_pb2
+from quire.v1 import admin_pb2, types_pb2
 from safetensors.torch import load_file, save_file
 
 from tests.chat_templates import byte_tokenizer
@@ -116,13 +116,12 @@ async def test_a_vector_has_the_same_bits_in_any_company(served: tuple[HttpGatew
 
 def test_a_forwards_means_are_those_of_its_states(served: tuple[HttpGateway, str]) -> None:
     """Of each row with an output and each layer, with the same bits as the sum of all rows, in chunks too."""
-    stub, tokens = served[0].stub, list(range(40, 40 + STEP_TOKENS + 8))
+    (gateway, _), tokens = served, list(range(40, 40 + STEP_TOKENS + 8))
 
     def states(score_from: int, *, mean: bool) -> np.ndarray[Any, Any]:
         output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(layers=[2, 0, 2], mean=mean))
-        request = executor_pb2.ForwardRequest(token_ids=tokens, output=output, score_from=score_from)
-        outputs = stub.Forward(request, timeout=60).outputs
-        rows = [[quire.floats(tensor) for tensor in row.hidden] for row in outputs]
+        answer = gateway.forward(tokens, output=output, score_from=score_from)
+        rows = [[quire.floats(tensor) for tensor in row.hidden] for row in answer.outputs]
         return np.array(rows, np.float32)
 
     sums = np.cumsum(states(1, mean=False).astype(np.float64), axis=0)  # [tokens, layers, width]
@@ -131,7 +130,7 @@ def test_a_forwards_means_are_those_of_its_states(served: tuple[HttpGateway, str
         assert np.array_equal(states(score_from, mean=True), wanted[score_from - 1 :])
     output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(mean=True))
     with pytest.raises(grpc.RpcError) as refused:
-        stub.Prefill(executor_pb2.PrefillRequest(token_ids=tokens, output=output), timeout=60)
+        gateway.prefill(tokens, output=output)
     assert from_rpc_error(refused.value).reason == "BAD_OUTPUT"
 
 
@@ -240,4 +239,4 @@ def test_what_is_not_known_is_refused_by_name(
         assert named in str(refused.value) and refused.value.reason == "UNSUPPORTED_BY_EXECUTOR"
         # New weights have the texts of before.
         gateway.admin.LoadWeights(admin_pb2.LoadWeightsRequest(source=str(model)), timeout=60)
-        assert gateway.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).model.pooling == named
+        assert gateway.model().pooling == named

@@ -78,10 +78,9 @@ def holdings(gateway: GatewayProcess) -> list[tuple[int, int, int]]:
 @pytest.fixture(scope="module")
 def cache(weightless_gateway: GatewayProcess) -> Iterator[str]:
     """A cache that holds PROMPT."""
-    stub = weightless_gateway.stub
-    cache_id = stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=TIMEOUT_S).kv_cache.cache_id
+    cache_id = weightless_gateway.prefill(PROMPT).kv_cache.cache_id
     yield cache_id
-    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
+    weightless_gateway.release(cache_id)
     weightless_gateway.assert_pools_are_whole()
 
 
@@ -115,33 +114,29 @@ BATCHES = {
 }
 
 
-def good_items(stub: Any, rpc: str) -> list[Any]:
+def good_items(gateway: GatewayProcess, rpc: str) -> list[Any]:
     """Two items that succeed. Those of a decode are about caches of their own, on either worker."""
     if rpc == "BatchPrefill":
         return [pb.PrefillRequest(token_ids=tokens, output=WITH_LOGPROB) for tokens in GOOD_PROMPTS]
     if rpc == "UnifiedForward":
         return [pb.UnifiedForwardItem(token_ids=tokens, output=WITH_LOGPROB) for tokens in GOOD_PROMPTS]
-    handles = [
-        stub.Prefill(pb.PrefillRequest(token_ids=tokens[:-1]), timeout=TIMEOUT_S).kv_cache
-        for tokens in GOOD_PROMPTS
-    ]
+    ids = [gateway.prefill(tokens[:-1]).kv_cache.cache_id for tokens in GOOD_PROMPTS]
     return [
-        pb.DecodeRequest(cache_id=handle.cache_id, token_id=tokens[-1], output=WITH_LOGPROB)
-        for handle, tokens in zip(handles, GOOD_PROMPTS, strict=True)
+        pb.DecodeRequest(cache_id=cache_id, token_id=tokens[-1], output=WITH_LOGPROB)
+        for cache_id, tokens in zip(ids, GOOD_PROMPTS, strict=True)
     ]
 
 
-def run_batch(stub: Any, rpc: str, bad: list[Any]) -> tuple[list[Any], list[Any]]:
+def run_batch(gateway: GatewayProcess, rpc: str, bad: list[Any]) -> tuple[list[Any], list[Any]]:
     """Runs bad items among two good ones, whose caches it releases. The good and the bad results."""
-    first, last = good_items(stub, rpc)
+    first, last = good_items(gateway, rpc)
     request = getattr(pb, f"{rpc}Request")(items=[first, *bad, last])
-    results = list(getattr(stub, rpc)(request, timeout=TIMEOUT_S).results)
+    results = list(getattr(gateway.stub, rpc)(request, timeout=TIMEOUT_S).results)
     assert len(results) == len(bad) + 2
     good = [results[0], results[-1]]
     for result in good:
         assert result.WhichOneof("result") == "response", result
-        released = pb.ReleaseCacheRequest(cache_id=result.response.kv_cache.cache_id)
-        assert stub.ReleaseCache(released, timeout=TIMEOUT_S).released
+        assert gateway.release(result.response.kv_cache.cache_id)
     return good, results[1:-1]
 
 
@@ -155,10 +150,9 @@ def assert_same(good: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("rpc", BATCHES)
 def test_no_bad_item_hurts_the_others(weightless_gateway: GatewayProcess, cache: str, rpc: str) -> None:
-    stub = weightless_gateway.stub
     single, message = BATCHES[rpc]
     before = holdings(weightless_gateway)
-    expected, _ = run_batch(stub, rpc, [])
+    expected, _ = run_batch(weightless_gateway, rpc, [])
     tried = 0
     for case in (case for case in CASES if case.rpc == single):
         try:
@@ -167,7 +161,7 @@ def test_no_bad_item_hurts_the_others(weightless_gateway: GatewayProcess, cache:
             # An item of a UnifiedForward has not all fields of a Prefill.
             continue
         tried += 1
-        good, (bad,) = run_batch(stub, rpc, [item])
+        good, (bad,) = run_batch(weightless_gateway, rpc, [item])
 
         assert_same(good, expected)
         refused = read_status(bad.error)
@@ -181,12 +175,11 @@ def test_no_bad_item_hurts_the_others(weightless_gateway: GatewayProcess, cache:
 def test_a_cache_that_occurs_twice_fails_alone(
     weightless_gateway: GatewayProcess, cache: str, rpc: str
 ) -> None:
-    stub = weightless_gateway.stub
-    expected, _ = run_batch(stub, rpc, [])
+    expected, _ = run_batch(weightless_gateway, rpc, [])
     single, message = BATCHES[rpc]
     twice = Case(single, ABOUT[single].replace("POSITION", ""), "").parsed(message, cache)
 
-    good, bad = run_batch(stub, rpc, [twice, twice])
+    good, bad = run_batch(weightless_gateway, rpc, [twice, twice])
 
     assert_same(good, expected)
     for index, result in enumerate(bad, start=1):

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from service.model_names import shipped_model_dir
 from tests import quire_command
 from tests.e2e.greedy import chosen_here
-from tests.e2e.test_replace_weights import described, replace
+from tests.e2e.test_replace_weights import replace
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.gguf_files import TypeOf, byte_level, write_gguf
-from tests.hub_server import COMMIT
+from tests.hub_server import cached
 from tests.model_factory import TinyModel, make_family_model, make_model
 from workers import convert as convert_module
 from workers.common.protocol import EXIT_CONFIG
@@ -86,13 +86,7 @@ def test_a_quantised_model_of_the_hub(
 ) -> None:
     """In several formats. It proves itself before; its tokens are those of a decoder of this process."""
     file = make(tmp_path, Q4_K_M)
-    snapshot = tmp_path / "cache" / "models--org--tiny-GGUF" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
-    blob = snapshot.parents[1] / "blobs" / ("b" * 64)
-    blob.parent.mkdir()
-    (snapshot / file.name).symlink_to(file.rename(blob))
+    snapshot = cached(tmp_path / "cache", "org/tiny-GGUF", file.parent)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = ["--device", "cpu", "--kv-pages", "64"]
@@ -118,7 +112,7 @@ def test_weights_are_replaced_by_others_of_the_same_formats_only(tmp_path: Path)
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:-3000])
     with GatewayProcess(model=str(file), flags=["--device", "cpu", "--kv-pages", "64"]) as gateway:
-        assert replace(gateway, file) == described(gateway).fingerprint
+        assert replace(gateway, file) == gateway.model().fingerprint
         for source, said in (
             (other, "quantization is q8_0, and that of the served weights is q4_k; q6_k"),
             (cut, "ends beyond the end of the file, which is cut short"),

@@ -58,9 +58,7 @@ def test_caches_continue_with_the_kv_that_they_have(gateway: GatewayProcess, mod
     lost.decode(2 * STEPS)
     first, said = text.weights, list(text.tokens)
     computed = [*text.prompt, *said[:-1]]
-    fork = gateway.stub.ForkCache(
-        pb.ForkCacheRequest(cache_id=text.cache_id, count=1), timeout=PATIENCE_S
-    ).kv_caches[0]
+    (fork,) = gateway.fork(text.cache_id)
     replace(gateway, models[1], KEEP_KV)
     kept = Reference(models[0], computed).decode(models[1], said[-1], STEPS)
     recomputed = hf_greedy(models[1], [*computed, said[-1]], STEPS)

@@ -6,12 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.v1 import executor_pb2 as pb
-
 from service.model_names import SHIPPED_MODEL
 from tests import undisturbed
 from tests.damaged_pages import files_in
-from tests.e2e.test_adoption import TIMEOUT_S, TOP, Home, home, top_logprobs_after
+from tests.e2e.test_adoption import TOP, Home, home, top_logprobs_after
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import make_family_model
@@ -77,7 +75,7 @@ def test_a_text_of_a_hybrid_goes_on_from_its_last_snapshot(home: Home, tmp_path:
         assert sum(worker.kv_disk.refused_pages for worker in third.status().workers) == 2
         assert computed_tokens(third) == 2 * len(texts[0])
         for cache in caches:
-            third.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache), timeout=TIMEOUT_S)
+            third.release(cache)
         third.assert_pools_are_whole()
 
 
@@ -87,8 +85,7 @@ def computed_and_killed(
     """The caches of these texts, which are lost in memory, when there are so many files."""
     with home.start(*flags, model=model) as first:
         home.note_workers(first)
-        requests = [pb.PrefillRequest(token_ids=text) for text in texts]
-        answers = [first.stub.Prefill(request, timeout=TIMEOUT_S) for request in requests]
+        answers = [first.prefill(text) for text in texts]
         first.wait_until(
             lambda: sum(worker.kv_disk.written_pages for worker in first.status().workers) >= files
         )
@@ -110,9 +107,8 @@ def decode_all(
     """Appends a token to each. What comes next is as if nothing had been lost."""
     spec = OutputSpec(top_logprobs=3)
     for text, cache in zip(texts, caches, strict=True):
-        decode = pb.DecodeRequest(cache_id=cache, token_id=token, position=len(text), output=TOP)
         before = computed_tokens(gateway)
-        answer = gateway.stub.Decode(decode, timeout=TIMEOUT_S)
+        answer = gateway.decode(cache, token, position=len(text), output=TOP)
         assert answer.replayed_tokens == computed_tokens(gateway) - before - 1, "the rest was read"
         text.append(token)
         (undisturbed_row,) = undisturbed.outputs(text, [], spec, model=model)

@@ -7,7 +7,6 @@ from pathlib import Path
 import grpc
 import pytest
 from quire.v1 import admin_pb2
-from quire.v1 import executor_pb2 as pb
 
 from tests.bad_directories import setting
 from tests.e2e.parity_machine import assert_greedy_tokens_match
@@ -15,7 +14,6 @@ from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 
-PATIENCE_S = 60
 FLAGS = ["--dtype", "float32", "--kv-pages", "64", "--max-batch-tokens", "16"]
 # The library ignores it. Families that only the library has: tests/workers/test_library_model.py.
 WHY = "config.json: attention_chunk_size: is not supported, got 64"
@@ -25,11 +23,11 @@ def test_tokens_are_those_of_transformers_and_callers_are_told_why_it_runs_the_m
     directory = make_model(tmp_path / "model", TinyModel())
     setting(attention_chunk_size=64)(directory)
     with GatewayProcess(model=str(directory), flags=FLAGS) as gateway:
-        assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == "transformers"
+        assert gateway.model().backend == "transformers"
         gateway.wait_until(lambda: '"backend": "transformers"' in gateway.log())
         assert_greedy_tokens_match(gateway, directory)
         gateway.assert_pools_are_whole()
-        capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=PATIENCE_S)
+        capabilities = gateway.capabilities()
         assert not capabilities.executor.supports_lora
         assert capabilities.executor.backend_reason == WHY
         load = admin_pb2.LoadAdapterRequest(adapter_id="mine", source=str(tmp_path))

@@ -65,14 +65,14 @@ def test_a_unix_socket_is_the_first_servers_before_that_listens(
 
 
 def test_status_and_capabilities_say_what_runs(shipped_gateway: GatewayProcess) -> None:
-    capabilities = shipped_gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
+    capabilities = shipped_gateway.capabilities().executor
     assert capabilities.runner == "eager" and "torch" in capabilities.kernels
     for worker in shipped_gateway.status().workers:
         assert worker.executor == capabilities
 
 
 def test_capabilities_tell_the_settings_that_limit(shipped_gateway: GatewayProcess) -> None:
-    limits = shipped_gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).limits
+    limits = shipped_gateway.capabilities().limits
     told = {field.name: getattr(limits, field.name) for field in limits.DESCRIPTOR.fields}
     for span in ("max_wait", "message_timeout"):
         told[f"{span}_s"] = told.pop(span).ToNanoseconds() / 1e9

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import runner_pb2, types_pb2
 
 from tests.e2e.test_execute import execute, item, tokens
@@ -42,7 +41,7 @@ def test_texts_are_the_same_with_and_without_drafts(tmp_path: Path) -> None:
     with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
         expected = {key: tokens(chunks) for key, chunks in execute(gateway, *plain).items()}
     with GatewayProcess(model=str(model), workers=1, flags=[*FLAGS, "--draft-model", MTP_HEAD]) as gateway:
-        capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
+        capabilities = gateway.capabilities().executor
         assert capabilities.draft_model == MTP_HEAD
         for is_killed in (False, True):
             if is_killed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.e2e.greedy import chosen_by, chosen_here, decoded
@@ -24,11 +23,11 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
     expected = chosen_here(model, PROMPT, COUNT, format_name, BFLOAT16_KV)
     flags = ["--quantization", format_name, "--device", "cpu", "--kv-pages", "64"]
     with GatewayProcess(model=str(model), flags=flags) as gateway:
-        capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest())
+        capabilities = gateway.capabilities()
         assert f"{format_name} weights" in capabilities.executor.products or "torch" in (
             capabilities.executor.products
         )
-        info = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model
+        info = gateway.model()
         assert (info.quantization, info.dtype) == (format_name, types_pb2.DATA_TYPE_F32)
         assert decoded(gateway, PROMPT, COUNT) == expected
 
@@ -40,7 +39,7 @@ def test_activations_are_not_rounded_if_that_is_asked_for(tmp_path: Path) -> Non
     expected = chosen_by(decoder, PROMPT, COUNT, BFLOAT16_KV)
     flags = ["--quantization", "q4_0", "--activation-quantization", "none", "--device", "cpu"]
     with GatewayProcess(model=str(model), flags=[*flags, "--tensor-parallel", "2"]) as gateway:
-        capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest())
+        capabilities = gateway.capabilities()
         products = capabilities.executor.products
         assert "(q4_0 weights, float32 inputs, float32 sums)" in products or "torch" in products
         assert decoded(gateway, PROMPT, COUNT) == expected

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quire.v1 import executor_pb2 as pb
 
 from tests.e2e.parity_machine import WITH_LOGITS
 from tests.gateway_process import GatewayProcess
@@ -34,8 +33,8 @@ def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
     tiny_model(model_type, **RECURRENT[model_type]).save_pretrained(model)
     flags = [*FLAGS, "--tensor-parallel", str(ranks)]
     with GatewayProcess(model=str(model), workers=1, flags=flags) as gateway:
-        capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
-        assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == "native"
+        capabilities = gateway.capabilities().executor
+        assert gateway.model().backend == "native"
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
         text = [(3 * i + 1) % 97 for i in range(240)]
         cache = gateway.prefill(text).kv_cache.cache_id

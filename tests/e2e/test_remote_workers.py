@@ -14,6 +14,7 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 
 from tests import quire_command, undisturbed
+from tests.e2e import greedy
 from tests.e2e.several_gateways import SeveralGateways, retrying
 from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
@@ -103,26 +104,16 @@ def has_children(worker: Forked) -> bool:
     return False
 
 
-class Text:
+class Text(greedy.Text):
     """A cache, and the tokens that the model must choose: those of an undisturbed run."""
 
     def __init__(self, gateway: GatewayProcess, expected: list[int]) -> None:
-        answer = gateway.prefill(PROMPT)
-        self.cache_id, self.length = answer.kv_cache.cache_id, answer.kv_cache.seq_len
-        self.tokens = [answer.output.token_id]
+        super().__init__(gateway, prompt=PROMPT)
         self.expected = expected
-        self.replayed = 0
 
-    def decode(self, gateway: GatewayProcess, count: int = 3) -> None:
-        for _ in range(count):
-            # A position that is not the length is refused.
-            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1], position=self.length)
-            answer = gateway.stub.Decode(request, timeout=TIMEOUT_S, wait_for_ready=True)
-            self.length += 1
-            assert answer.kv_cache.seq_len == self.length
-            self.replayed += answer.replayed_tokens
-            self.tokens.append(answer.output.token_id)
-        assert self.tokens == self.expected[: len(self.tokens)]
+    def decode_on(self, gateway: GatewayProcess, count: int = 3) -> None:
+        self.gateway = gateway
+        assert self.decode(count) == self.expected[: len(self.tokens)]
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +132,16 @@ def test_workers_come_back(pool: Pool, expected: list[int]) -> None:
         for process in before:
             process.kill()
             for text in texts:
-                text.decode(gateway, 3)
+                text.decode_on(gateway, 3)
             gateway.wait_until_ready()
-        assert sum(text.replayed for text in texts) > 0
+        assert sum(text.replayed_tokens for text in texts) > 0
         now = [process_of(worker) for worker in pool.workers]
         assert not set(now) & set(before)
     # Given back, they end at once, and wait for the next gateway with empty pools.
     psutil.wait_procs(now, timeout=TIMEOUT_S)
     with pool.gateway(workers=2, state="other") as gateway:
         gateway.assert_pools_are_whole()
-        Text(gateway, expected).decode(gateway, 3)
+        Text(gateway, expected).decode_on(gateway, 3)
 
 
 def test_next_gateway_finds_the_kv(pool: Pool, expected: list[int]) -> None:
@@ -158,16 +149,16 @@ def test_next_gateway_finds_the_kv(pool: Pool, expected: list[int]) -> None:
     pool.add_worker()
     with pool.gateway() as gateway:
         text = Text(gateway, expected)
-        text.decode(gateway, 3)
+        text.decode_on(gateway, 3)
         pool.add_worker()
         gateway.kill()
     with pool.gateway() as gateway:
-        text.decode(gateway, 3)
+        text.decode_on(gateway, 3)
         gateway.process.send_signal(signal.SIGUSR2)
         assert gateway.process.wait(TIMEOUT_S) == 0
     with pool.gateway() as gateway:
-        text.decode(gateway, 3)
-        assert text.replayed == 0
+        text.decode_on(gateway, 3)
+        assert text.replayed_tokens == 0
 
 
 # All kinds of cuts: tests/hosts/test_gateways_on_hosts.py.
@@ -178,7 +169,7 @@ def test_cut_and_healed_network(pool: Pool, expected: list[int]) -> None:
         with pool.gateway("--heartbeat-timeout-s", "1") as gateway:
             text = Text(gateway, expected)
             for cut in range(3):
-                text.decode(gateway, 3)
+                text.decode_on(gateway, 3)
                 network.cut()
                 if cut < 2:
                     lost = lambda: gateway.status().workers[0].state != pb.WORKER_STATE_READY  # noqa: E731
@@ -187,7 +178,7 @@ def test_cut_and_healed_network(pool: Pool, expected: list[int]) -> None:
                     network.break_connections()
                 network.heal()
                 gateway.wait_until_ready()
-            text.decode(gateway, 3)
+            text.decode_on(gateway, 3)
             assert gateway.release(text.cache_id)
             gateway.assert_pools_are_whole()
 
@@ -197,12 +188,12 @@ def test_hung_worker(pool: Pool, expected: list[int]) -> None:
     worker = pool.add_worker("--hang-timeout-s", "2")
     with pool.gateway("--heartbeat-timeout-s", "1") as gateway:
         text = Text(gateway, expected)
-        text.decode(gateway, 3)
+        text.decode_on(gateway, 3)
         hung = process_of(worker)
         hung.suspend()
-        text.decode(gateway, 3)
+        text.decode_on(gateway, 3)
         last = process_of(worker)
-        assert text.replayed > 0 and last != hung
+        assert text.replayed_tokens > 0 and last != hung
         # Nor does one outlive its command.
         last.suspend()
         pool.stop()
@@ -214,13 +205,13 @@ def test_a_paused_worker_keeps_its_model_and_its_kv(pool: Pool, expected: list[i
     worker = pool.add_worker()
     with pool.gateway("--heartbeat-timeout-s", "1") as gateway:
         text = Text(gateway, expected)
-        text.decode(gateway, 3)
+        text.decode_on(gateway, 3)
         paused = process_of(worker)
         paused.suspend()
         gateway.wait_until(lambda: gateway.status().workers[0].state != pb.WORKER_STATE_READY)
         paused.resume()
-        text.decode(gateway, 3)
-        assert text.replayed == 0 and process_of(worker) == paused
+        text.decode_on(gateway, 3)
+        assert text.replayed_tokens == 0 and process_of(worker) == paused
 
 
 def test_several_gateways_of_one_host(pool: Pool) -> None:
@@ -249,18 +240,18 @@ def test_one_gateway_at_a_time(pool: Pool, expected: list[int]) -> None:
     with pool.gateway("--orphan-grace-s", "1") as first:
         text = Text(first, expected)
         second = pool.gateway(state="other", listen=other)
-        text.decode(first, 5)
+        text.decode_on(first, 5)
         strangers = make_certificates(pool.directory / "strangers")
         pool.start_worker("--gateway", pool.address, certificates=strangers)
         assert refusal(pool, worker_pb2.Hello(protocol="another")) == DIFFERENT
         of_other = worker_pb2.Hello(protocol=PROTOCOL, gateway_id="another", epoch=1)
         assert refusal(pool, of_other) == "another gateway has this worker"
         assert refusal(pool, worker_pb2.Hello(protocol=PROTOCOL), role="gateway") is None
-        text.decode(first, 5)
-        assert text.replayed == 0
+        text.decode_on(first, 5)
+        assert text.replayed_tokens == 0
         first.kill()
         with second:
-            Text(second, expected).decode(second, 5)
+            Text(second, expected).decode_on(second, 5)
 
 
 DIFFERENT = "the gateway and the worker are of different versions"

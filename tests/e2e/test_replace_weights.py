@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quire.v1 import admin_pb2, types_pb2
+from quire.v1 import admin_pb2
 from quire.v1 import executor_pb2 as pb
 from safetensors.torch import load_file, save_file
 
@@ -40,10 +40,6 @@ def replace(gateway: GatewayProcess, source: Path, previous_caches: Any = RECOMP
     return last.fingerprint
 
 
-def described(gateway: GatewayProcess) -> types_pb2.ModelDescription:
-    return gateway.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_S).model
-
-
 @pytest.fixture(scope="module")
 def server(models: list[Path]) -> Iterator[GatewayProcess]:
     with serve(models[0]) as gateway:
@@ -66,7 +62,7 @@ def test_caches_continue_with_the_new_weights(gateway: GatewayProcess, models: l
     said = list(text.tokens)
     first = text.weights
     fingerprint = replace(gateway, models[1])
-    assert described(gateway).fingerprint == fingerprint and described(gateway).model_id == "1"
+    assert gateway.model().fingerprint == fingerprint and gateway.model().model_id == "1"
     text.decode(STEPS)
     assert text.weights == first + 1
     begun = [*text.prompt, *said]
@@ -83,11 +79,10 @@ def test_caches_continue_with_the_new_weights(gateway: GatewayProcess, models: l
 
 def test_caches_end_if_the_caller_says_so(gateway: GatewayProcess, models: list[Path]) -> None:
     text = Text(gateway)
-    made = pb.PrefillRequest(token_ids=text.prompt, request_id="one")
-    other = gateway.stub.Prefill(made, timeout=PATIENCE_S).kv_cache.cache_id
+    other = gateway.prefill(text.prompt, request_id="one").kv_cache.cache_id
     replace(gateway, models[1], admin_pb2.PREVIOUS_CACHES_UNSPECIFIED)
     assert refused(lambda: text.decode(1)) == "WEIGHTS_CHANGED"
-    assert refused(lambda: gateway.stub.Prefill(made, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
+    assert refused(lambda: gateway.prefill(text.prompt, request_id="one")) == "WEIGHTS_CHANGED"
     renew = pb.RenewCacheRequest(cache_id=other)
     assert refused(lambda: gateway.stub.RenewCache(renew, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
     assert gateway.release(other)
@@ -108,7 +103,7 @@ def test_what_cannot_be_served_changes_nothing(
     large = {name: weights[name] * 1e30 for name in ("model.norm.weight", "lm_head.weight")}
     save_file({**weights, **large}, overflowing / file.name)
     text = Text(gateway)
-    before = described(gateway)
+    before = gateway.model()
     for directory, why in (
         (broken, "model.safetensors: tensor "),
         (models[3], "the config differs from that of the weights that are served: head_dim, "),
@@ -122,7 +117,7 @@ def test_what_cannot_be_served_changes_nothing(
         assert f"the weights cannot be used: {why}" in said and str(directory) not in said
     assert refused(lambda: replace(gateway, tmp_path / "nothing")) == "BAD_SOURCE"
     assert refused(lambda: replace(gateway, models[1], 99)) == "BAD_PREVIOUS_CACHES"
-    assert described(gateway) == before
+    assert gateway.model() == before
     assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
     replace(gateway, models[1])
     text.release()
@@ -216,7 +211,7 @@ def test_workers_with_weights_that_a_restore_has_undone_are_not_adopted(
     with serve(models[0], *flags) as gateway:
         text = Text(gateway)
         (worker,) = gateway.status().workers
-        first = described(gateway)
+        first = gateway.model()
         gateway.kill()
         copy = shutil.copytree(home, tmp_path / "copy", ignore=shutil.ignore_patterns("workers"))
     with serve(models[0], *flags) as gateway:
@@ -230,7 +225,7 @@ def test_workers_with_weights_that_a_restore_has_undone_are_not_adopted(
     shutil.copytree(copy, home, dirs_exist_ok=True)
     with serve(models[0], *flags) as gateway:
         gateway.wait_until_ready()
-        assert described(gateway).fingerprint == first.fingerprint
+        assert gateway.model().fingerprint == first.fingerprint
         text.gateway = gateway
         for each in (text, Text(gateway)):
             assert each.finish() == hf_greedy(models[0], each.prompt, len(each.tokens))

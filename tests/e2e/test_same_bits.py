@@ -21,7 +21,6 @@ from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from numpy.typing import NDArray
-from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.e2e.parity_machine import (
@@ -48,7 +47,6 @@ from workers.row_outputs import log_probabilities
 
 # Of which two long texts leave room for hardly more than company.
 KV_PAGES = 36
-PATIENCE_S = 60
 
 
 class Alone:
@@ -75,7 +73,7 @@ class Company:
         # Texts, and what followed their last tokens.
         self.given: list[tuple[list[int], list[types_pb2.StepOutput]]] = []
         self.failed: BaseException | None = None
-        self._stub, self._dice = gateway.stub, random.Random(seed)
+        self._gateway, self._dice = gateway, random.Random(seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -99,25 +97,18 @@ class Company:
 
     def _say(self, text: list[int]) -> None:
         output = self._dice.choice((WITH_LOGITS, SameBitsMachine.output))
-        request = pb.PrefillRequest(token_ids=text, output=output)
-        answer = self._stub.Prefill(request, timeout=PATIENCE_S)
+        answer = self._gateway.prefill(text, output=output)
         outputs = [answer.output]
         self.given.append((text, outputs))
         cache_id = answer.kv_cache.cache_id
         for token in self._draw(self._dice.randint(0, 12)):
-            step = pb.DecodeRequest(cache_id=cache_id, token_id=token, output=output)
             text.append(token)
-            outputs.append(self._stub.Decode(step, timeout=PATIENCE_S).output)
+            outputs.append(self._gateway.decode(cache_id, token, output=output).output)
         # Branches are summed in another order, and are nobody's business but their own.
         tree = random_tree(self._dice, 0, self._dice.randint(2, 12), VOCAB)
-        verify = pb.ForwardVerifyRequest(
-            cache_id=cache_id,
-            token_ids=tree.token_ids,
-            parents=tree.parents,
-            accept=types_pb2.VERIFY_ACCEPT_GREEDY,
-        )
-        self._stub.ForwardVerify(verify, timeout=PATIENCE_S)
-        self._stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=PATIENCE_S)
+        asked = {"parents": tree.parents, "accept": types_pb2.VERIFY_ACCEPT_GREEDY}
+        self._gateway.verify(cache_id, tree.token_ids, **asked)
+        self._gateway.release(cache_id)
 
 
 class SameBitsMachine(ParityMachine):
@@ -161,16 +152,8 @@ class SameBitsMachine(ParityMachine):
     def verify_tree(self, number: int, drafts: list[int]) -> None:
         """A tree of one path. One with branches is not promised the bits of its paths."""
         held = self.pick(number)
-        answer = self.gateway.stub.ForwardVerify(
-            pb.ForwardVerifyRequest(
-                cache_id=held.cache_id,
-                token_ids=drafts,
-                parents=range(len(drafts) - 1),
-                accept=types_pb2.VERIFY_ACCEPT_GREEDY,
-                output=self.output,
-            ),
-            timeout=PATIENCE_S,
-        )
+        asked = {"parents": range(len(drafts) - 1), "accept": types_pb2.VERIFY_ACCEPT_GREEDY}
+        answer = self.gateway.verify(held.cache_id, drafts, output=self.output, **asked)
         self.check_rows(answer.outputs, held.tokens + drafts)
         held.tokens += drafts[: answer.accepted + 1]
         held.last = None

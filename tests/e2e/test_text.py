@@ -13,7 +13,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 from tests.chat_templates import QWEN
 from tests.gateway_process import GatewayProcess
-from tests.hub_server import COMMIT, Hub, serving
+from tests.hub_server import Hub, cached, serving
 from tests.model_factory import TinyModel
 from tests.talkers import VOCAB, make_talker
 
@@ -23,17 +23,9 @@ SAMPLING = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.75}
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model in a local cache of the hub, where files are links to blobs."""
-    cache = tmp_path_factory.mktemp("cache") / "models--org--tiny-model"
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text(COMMIT)
-    blobs, snapshot = cache / "blobs", cache / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    make_talker(blobs, TinyModel(vocab_size=VOCAB, max_shard_bytes=100_000), **SAMPLING)
-    for number, file in enumerate(sorted(blobs.iterdir())):
-        blob = file.rename(blobs / f"{number:064x}")
-        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
-    return snapshot
+    scratch = tmp_path_factory.mktemp("hub")
+    spec = TinyModel(vocab_size=VOCAB, max_shard_bytes=100_000)
+    return cached(scratch / "cache", MODEL, make_talker(scratch / "model", spec, **SAMPLING))
 
 
 @pytest.fixture(scope="module")

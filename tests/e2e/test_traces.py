@@ -70,7 +70,7 @@ def test_an_execution_says_its_model_and_its_tokens(gateway: GatewayProcess, col
     responses = list(gateway.runner.Execute(runner_pb2.ExecuteRequest(items=[item])))
     usages = [chunk.usage for one in responses for chunk in one.chunks if chunk.HasField("usage")]
     (one,) = collector.wait_for(1, "/Execute")
-    model = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.model_id
+    model = gateway.model().model_id
     assert one.attributes["gen_ai.request.model"] == one.attributes["gen_ai.response.model"] == model
     assert one.attributes["quire.runtime"] == "local"
     # Two samples of one prompt.
@@ -104,7 +104,7 @@ def test_a_trace_goes_on_at_a_provider(gateway: HttpGateway, collector: Collecto
         (outer,) = collector.wait_for(1, "/Execute", trace_id)
     (inner,) = collector.wait_for(1, "/v1/completions", trace_id)
     assert outer.parent_id == PARENT and inner.parent_id == outer.span.span_id.hex()
-    model = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.model_id
+    model = gateway.model().model_id
     assert inner.attributes.pop("quire.request_id")
     assert inner.attributes == {
         "http.request.method": "POST",

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from tests.e2e.greedy import Text, assert_serves
-from tests.e2e.test_replace_weights import described, replace, serve
+from tests.e2e.test_replace_weights import replace, serve
 from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy
@@ -92,11 +92,11 @@ def test_they_are_served_as_if_from_a_directory(
     gateway, home = served
     text = Text(gateway)
     source = upload(gateway, shards(models[1]))
-    assert described(gateway).model_id == "0" and kept(home) == [source]
+    assert gateway.model().model_id == "0" and kept(home) == [source]
     with Client(gateway.address, timeout_s=PATIENCE_S) as client:
         loaded = client.load_weights(source, recompute=True)
         assert loaded.phase == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
-        assert described(gateway).model_id == "0", "a name does not change with the weights"
+        assert gateway.model().model_id == "0", "a name does not change with the weights"
         with pytest.raises(InvalidRequest, match="BAD_SOURCE"):
             client.load_weights("upload:none")
     text.decode(STEPS)
@@ -155,7 +155,7 @@ def test_what_is_refused_leaves_nothing(models: list[Path], served: tuple[Gatewa
         ),
     ]
     text = Text(gateway)
-    before = described(gateway)
+    before = gateway.model()
     for messages in bad:
         assert refused(lambda: send(gateway, messages)) == BAD  # noqa: B023
         assert kept(home) == []
@@ -170,7 +170,7 @@ def test_what_is_refused_leaves_nothing(models: list[Path], served: tuple[Gatewa
     with pytest.raises(FileNotFoundError):
         upload(gateway, home)
     gateway.wait_until(lambda: kept(home) == [])
-    assert described(gateway) == before
+    assert gateway.model() == before
     assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
     assert kept(home) == [] and (home / "weight-uploads").is_dir()
     replace(gateway, Path(send(gateway, whole)))

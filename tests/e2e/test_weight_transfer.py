@@ -23,12 +23,13 @@ from tests.e2e import broadcasting_trainer
 from tests.e2e.broadcasting_trainer import TIMEOUT_S, Trainer, joined
 from tests.e2e.greedy import Text, assert_serves
 from tests.e2e.test_auth import Guarded
-from tests.e2e.test_replace_weights import described, replace
+from tests.e2e.test_replace_weights import replace
 from tests.e2e.test_upload_weights import kept
 from tests.error_details import refused
 from tests.gateway_process import ROOT
 from tests.http_gateway import HttpGateway
 from tests.ports import free_port
+from tests.programs import output_of
 
 # For tests that wait so long. With the default of half a minute, which others wait for no time at all.
 SILENCE_S = 3
@@ -81,15 +82,15 @@ def test_they_are_served_as_if_loaded(gateway: HttpGateway, models: list[Path], 
     """Tensor by tensor, or several at once; in several calls."""
     weights = weights_of(models[1])
     first = dict(list(weights.items())[::2])
-    before = described(gateway)
+    before = gateway.model()
     with joined(address_of(gateway), packed_bytes=packed_bytes) as trainer:
         trainer.call("/start_weight_update")
         for part in (first, {name: each for name, each in weights.items() if name not in first}):
             assert trainer.update(part) == {"message": "Weights updated"}
-        assert described(gateway) == before
+        assert gateway.model() == before
         answer = trainer.call("/finish_weight_update", {"weight_version": "step 7"})
     assert answer["message"] == DONE, answer
-    after = described(gateway)
+    after = gateway.model()
     assert answer["fingerprint"] == after.fingerprint != before.fingerprint
     assert after.model_id == before.model_id
     assert_serves(gateway, models[1])
@@ -144,7 +145,7 @@ def test_directories_of_prime_rl(gateway: HttpGateway, models: list[Path], tmp_p
     assert_serves(gateway, models[1])
     text.decode(3)
     text.release()
-    before = described(gateway)
+    before = gateway.model()
     for weight_dir, code in (
         (str(step), "bad_source"), ("step_1", "bad_field"), (str(models[3]), "load_failed"),
     ):  # fmt: skip
@@ -153,7 +154,7 @@ def test_directories_of_prime_rl(gateway: HttpGateway, models: list[Path], tmp_p
     # Its broadcasts are pickles.
     nccl = {"host": "127.0.0.1", "port": 1, "rank_offset": 0, "inference_world_size": 1, "timeout": 1}
     assert call(gateway, "/init_broadcaster", nccl)[1]["error"]["code"] == "unsupported_field"
-    assert described(gateway) == before
+    assert gateway.model() == before
 
 
 def sparse(file: Path) -> None:
@@ -163,7 +164,7 @@ def sparse(file: Path) -> None:
 
 def test_files_that_are_no_weights(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
     """A trainer removes, or replaces, what is being copied. The server's disk is not at fault, nor filled."""
-    before = described(gateway)
+    before = gateway.model()
     weights = (models[1] / FILE).read_bytes()
     makers: dict[str, Callable[[Path], object]] = {
         "a directory": Path.mkdir,
@@ -185,7 +186,7 @@ def test_files_that_are_no_weights(gateway: HttpGateway, models: list[Path], tmp
     for weight_dir in ("/" + "a" * 300, "/a\0b", str(models[1] / FILE)):
         status, answer = call(gateway, "/update_weights", {"weight_dir": weight_dir})
         assert (status, answer["error"]["code"]) == (400, "bad_source"), answer
-    assert described(gateway) == before
+    assert gateway.model() == before
 
 
 def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_adapters_of_a_trainer(gateway: HttpGateway, models: list[Path], tmp_pat
 
 def test_a_trainer_that_is_silent_changes_nothing(models: list[Path], tmp_path: Path) -> None:
     with serving(models[0], tmp_path, "--message-timeout-s", str(SILENCE_S)) as gateway:
-        before = described(gateway)
+        before = gateway.model()
         # One vanishes in the middle of its tensors, the next before the last call, and one never comes.
         arguments = (address_of(gateway), str(models[1] / FILE), "5")
         program = quire_command.module("tests.e2e.broadcasting_trainer", *arguments)
@@ -227,7 +228,7 @@ def test_a_trainer_that_is_silent_changes_nothing(models: list[Path], tmp_path: 
         info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
         status, answer = call(gateway, "/init_weight_transfer_engine", {"init_info": info})
         assert (status, answer["error"]["code"]) == (400, "load_failed")
-        assert described(gateway) == before
+        assert gateway.model() == before
         assert_serves(gateway, models[0])
         # One does not try again although it is told to.
         with joined(address_of(gateway)) as trainer:
@@ -268,7 +269,7 @@ def test_a_disk_that_fails_at_the_end_is_said(
     server: tuple[HttpGateway, Path], gateway: HttpGateway, models: list[Path]
 ) -> None:
     """Before, it was an internal error."""
-    before = described(gateway)
+    before = gateway.model()
     with joined(address_of(gateway)) as trainer:
         trainer.call("/start_weight_update")
         trainer.update(weights_of(models[1]))
@@ -276,14 +277,14 @@ def test_a_disk_that_fails_at_the_end_is_said(
         (written.parent / "model.safetensors.index.json").mkdir()
         assert trainer.call("/finish_weight_update")["code"] == "storage_unavailable"
     assert kept(server[1]) == []
-    assert described(gateway) == before
+    assert gateway.model() == before
 
 
 @pytest.mark.parametrize("kind", ["missing", "other", "large", "shorter than announced"])
 def test_weights_that_cannot_be_served_are_refused(
     gateway: HttpGateway, models: list[Path], kind: str
 ) -> None:
-    before = described(gateway)
+    before = gateway.model()
     weights = weights_of(models[3] if kind == "other" else models[1])
     if kind == "missing":
         del weights["model.norm.weight"]
@@ -295,7 +296,7 @@ def test_weights_that_cannot_be_served_are_refused(
             trainer.cut = 4
         answer = trainer.push(weights)
     assert answer["code"] == ("bad_weights" if kind == "large" else "load_failed")
-    assert described(gateway) == before
+    assert gateway.model() == before
 
 
 def test_calls_out_of_order_and_bad_fields(gateway: HttpGateway) -> None:
@@ -330,11 +331,6 @@ def test_only_operators_push_weights(models: list[Path], tmp_path: Path) -> None
             assert trainer.push(weights_of(models[1]))["message"] == DONE
 
 
-def test_a_server_without_the_setting_has_none(models: list[Path]) -> None:
-    with HttpGateway(model=str(models[0]), flags=FLAGS) as gateway:
-        assert call(gateway, "/pause")[0] == 404
-
-
 def test_the_trainer_of_the_manual(tmp_path: Path) -> None:
     (program,) = [each.text for each in blocks("docs/training.md", "python") if "dist.broadcast" in each.text]
     with HttpGateway(model="adder", flags=[*FLAGS, *TRANSFER]) as gateway:
@@ -346,12 +342,6 @@ def test_the_trainer_of_the_manual(tmp_path: Path) -> None:
             assert old in program
             program = program.replace(old, new)
         (tmp_path / "trainer_of_the_manual.py").write_text(program)
-        done = subprocess.run(
-            quire_command.module("trainer_of_the_manual"),
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
-            timeout=TIMEOUT_S,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout.strip() == described(gateway).fingerprint, done.stderr
+        path = os.environ | {"PYTHONPATH": str(tmp_path)}
+        printed = output_of(*quire_command.module("trainer_of_the_manual"), env=path)
+        assert printed.strip() == gateway.model().fingerprint

@@ -85,8 +85,8 @@ def cache_on_each_worker(gateway: GatewayProcess) -> dict[str, pb.PrefillRespons
     raise AssertionError("placement never used the second worker")
 
 
-def pid_of(gateway: GatewayProcess, worker_id: str) -> int:
-    return next(w.pid for w in gateway.status().workers if w.worker_id == worker_id)
+def worker_pids(gateway: GatewayProcess) -> dict[str, int]:
+    return {worker.worker_id: worker.pid for worker in gateway.status().workers}
 
 
 def decode(
@@ -127,7 +127,7 @@ def test_a_killed_worker(gateway: GatewayProcess) -> None:
     (victim, moved), (survivor, kept) = caches.items()
     expected = expected_of(moved)
     cache_id, length = moved.kv_cache.cache_id, moved.kv_cache.seq_len
-    victim_pid = pid_of(gateway, victim)
+    victim_pid = worker_pids(gateway)[victim]
     # Stopped first, so that the calls are surely in flight when it dies.
     os.kill(victim_pid, signal.SIGSTOP)
     request = pb.DecodeRequest(cache_id=cache_id, token_id=TOKENS[0], position=length, output=TOP)
@@ -167,7 +167,7 @@ def test_all_workers_are_killed(gateway: GatewayProcess) -> None:
     cache = gateway.prefill(PROMPT)
     expected = expected_of(cache)
     cache_id, length, home = cache.kv_cache.cache_id, cache.kv_cache.seq_len, cache.kv_cache.worker_id
-    pids = {w.worker_id: w.pid for w in gateway.status().workers}
+    pids = worker_pids(gateway)
     os.kill(pids[home], signal.SIGSTOP)
     request = pb.DecodeRequest(cache_id=cache_id, token_id=TOKENS[0], position=length, output=TOP)
     running = gateway.stub.Decode.future(request, timeout=ANSWER_TIMEOUT_S)
@@ -176,13 +176,12 @@ def test_all_workers_are_killed(gateway: GatewayProcess) -> None:
     for pid in (*(pid for worker_id, pid in pids.items() if worker_id != home), pids[home]):
         os.kill(pid, signal.SIGKILL)
         gateway.wait_until(lambda pid=pid: gone(gateway, pid))  # type: ignore[misc]
-    creation = pb.PrefillRequest(token_ids=PROMPT[::-1], request_id="once")
-    made = gateway.stub.Prefill(creation, timeout=ANSWER_TIMEOUT_S)
+    made = gateway.prefill(PROMPT[::-1], request_id="once")
     answers = [running.result()]
     answers += [append(gateway, cache_id, length + n, TOKENS[n]) for n in range(1, len(TOKENS))]
     assert_alike([answer.output for answer in answers], expected)
     assert answers[-1].kv_cache.epoch > cache.kv_cache.epoch
-    again = gateway.stub.Prefill(creation, timeout=ANSWER_TIMEOUT_S)
+    again = gateway.prefill(PROMPT[::-1], request_id="once")
     assert (again.kv_cache.cache_id, again.output) == (made.kv_cache.cache_id, made.output)
 
     def counts() -> tuple[int, int, int]:
@@ -203,7 +202,7 @@ def test_a_worker_that_hangs_is_replaced(impatient: GatewayProcess) -> None:
     caches = cache_on_each_worker(gateway)
     (victim, moved), (survivor, kept) = caches.items()
     expected = expected_of(moved)
-    victim_pid = pid_of(gateway, victim)
+    victim_pid = worker_pids(gateway)[victim]
     os.kill(victim_pid, signal.SIGSTOP)
     length = moved.kv_cache.seq_len
     answers = [append(gateway, moved.kv_cache.cache_id, length + n, t) for n, t in enumerate(TOKENS)]
@@ -211,10 +210,6 @@ def test_a_worker_that_hangs_is_replaced(impatient: GatewayProcess) -> None:
     assert answers[0].kv_cache.worker_id == survivor
     wait_for_new_worker(gateway, victim_pid)
     assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
-
-
-def worker_pids(gateway: GatewayProcess) -> dict[str, int]:
-    return {worker.worker_id: worker.pid for worker in gateway.status().workers}
 
 
 def test_files_go_with_their_workers_and_the_directory_comes_back(gateway: GatewayProcess) -> None:
@@ -227,13 +222,13 @@ def test_files_go_with_their_workers_and_the_directory_comes_back(gateway: Gatew
 
     first = files()
     assert len(first) == 2 and place.stat().st_mode & 0o777 == 0o700
-    victim_pid = pid_of(gateway, victim)
+    victim_pid = worker_pids(gateway)[victim]
     os.kill(victim_pid, signal.SIGKILL)
     wait_for_new_worker(gateway, victim_pid)
     assert len(files()) == 2 and len(first & files()) == 1
     # A cleaner of files that nobody has read for long.
     shutil.rmtree(place)
-    os.kill(pid_of(gateway, victim), signal.SIGKILL)
+    os.kill(worker_pids(gateway)[victim], signal.SIGKILL)
     gateway.wait_until(lambda: len(files()) == 1 and (place / "gateway.sock").is_socket())
     gateway.wait_until_ready()
     assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
