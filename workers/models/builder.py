@@ -132,7 +132,7 @@ class _Parts:
         return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)
 
     def _matrices(self, named: Sequence[Mapping[str, int]], inputs: int, taken: range) -> ExpertWeights:
-        """The matrices of all experts, as `matrix`: one tensor on a GPU, else a list to be packed one by one."""
+        """The matrices of all experts, as `matrix`: one tensor on a GPU, else a list, packed one by one."""
         forms = [[None if self._formats is None else self._formats(name) for name in rows] for rows in named]
         if any(isinstance(form, OnGpu) for form in itertools.chain(*forms)):
             rows = {name: size * len(named) for name, size in named[0].items()}
@@ -165,7 +165,7 @@ class _Parts:
         inputs: tuple[range, ...] = (),
         factors: tuple[tuple[int, float], ...] = (),
     ) -> Linear:
-        """Fused projections of the same inputs; see `Linear`. `place`: the prefix of names in a checkpoint."""
+        """Fused projections of the same inputs; see `Linear`. `place`: the prefix of their tensors."""
         rows = {f"{place}{name}.weight": part.num_rows for name, part in (stored or taken).items()}
         one = next(iter(taken.values()))
         matrix = self.matrix(rows, one.shape[1], one.columns)

@@ -21,7 +21,7 @@ class RowCapture:
     Attributes:
         rows: By layer, the rows whose hidden states are captured.
         expert_rows: The rows whose experts are captured. None: all rows of the batch, if all are wanted; then
-        nothing is copied and no kernel launched.
+            nothing is copied and no kernel launched.
         found: By layer, [K, C] in the model's dtype, owned by this object.
         experts: One for each layer with experts, [K, E] int64, owned by this object. Empty: none.
     """
@@ -71,7 +71,7 @@ class Routing:
 
     Attributes:
         given: [rows, L, E] int64, the experts that each row is computed with. Rows of -1 are routed as usual.
-        None: all are routed as usual.
+            None: all are routed as usual.
         rows: [K] int64, the rows whose experts are captured. None: all rows.
         found: The list to which each layer appends [K, E]. None: nothing is captured.
     """

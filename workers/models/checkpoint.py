@@ -147,7 +147,7 @@ def choose_dtype(
 
     Args:
         asked: A torch dtype or its name. AUTO: the dtype of the config, else of the stored tensor; but
-        float32 instead of float16 on a CPU.
+            float32 instead of float16 on a CPU.
         named: The dtype that the config names.
         stored: The dtype of a tensor, as a header spells it.
         device: The device that will compute.

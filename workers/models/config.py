@@ -71,7 +71,7 @@ class ModelConfig:
         layers: The settings of each layer. With `has_mtp_head` the last one is the head's layer.
         experts: The experts of the sparse layers; None if there are none.
         latent: The widths of latent attention; None: ordinary attention. With it there is one key-value head,
-        and a head is as wide as a token's data in pages.
+            and a head is as wide as a token's data in pages.
         attention_bias: The q, k and v projections have a bias.
         attention_output_bias: The output projection of attention has a bias.
         mlp_bias: The projections of the MLP have a bias.

@@ -292,7 +292,7 @@ class Decoder(Adapted):
         Args:
             inputs: One token of each item. All rows are wanted.
             before: [N, C] the hidden rows of the previous tokens from `forward`, or the second result of
-            `draft` for these.
+                `draft` for these.
             kv: As for `forward`.
 
         Returns:
