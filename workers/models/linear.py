@@ -116,8 +116,7 @@ class Linear:
             for. Empty: the same order.
         parameter: The library's parameter that PEFT adapts instead of the module; None: it adapts the module.
         lora: The slots of adapters; None: it takes none.
-        factors: Consecutive (number of outputs, factor) by which outputs with adapters are multiplied.
-                Empty: none.
+        factors: Consecutive (number of outputs, factor), applied after adapters; empty: none.
     """
 
     def __init__(
