@@ -85,7 +85,7 @@ class PairEntries:
 
     @property
     def size_bytes(self) -> int:
-        """The most bytes as float32: kernels pad ranks to multiples of 16, and larger ones to multiples of 32."""
+        """The most bytes as float32: kernels pad ranks to multiples of 16, and larger ones of 32."""
         unit = 16 if self.rank <= 16 else 32
         return 4 * self.experts * -(-self.rank // unit) * unit * sum(self.shape)
 
