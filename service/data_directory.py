@@ -17,8 +17,7 @@ from service.config import Config
 from service.journal.segments import has_journal
 from service.setting_rules import DISK_JOURNALS, POSTGRES
 from service.settings import ConfigError
-from workers.common.regular_files import open_regular
-from workers.common.trusted import make_private, require_trusted
+from workers.common.trusted import make_private, open_regular, require_trusted
 
 _MODEL_BYTES = 4
 # More than any number of gateways has.
