@@ -370,7 +370,7 @@ def test_with_other_weights_a_sequence_of_before_shares_no_more() -> None:
     table.forget_prefixes()
     for seq in (one, *table.fork(one, [3])):
         assert table.match_prefix(seq, tokens[PAGE:], PAGE) == 0
-        assert table.find_prefix(seq, b"", tokens[PAGE:], PAGE) == (0, None)
+        assert table.prefixes.find(seq, b"", tokens[PAGE:], PAGE) == (0, None)
 
 
 def test_wrong_calls_change_nothing() -> None:

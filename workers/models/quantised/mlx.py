@@ -113,6 +113,8 @@ def as_published(tensors: Mapping[str, StoredTensor], model_type: object) -> dic
     """What else mlx-lm has in another form than the library, which it makes of a checkpoint as it reads it.
 
     Of other types a convolution is refused by its shape.
+
+    Source: `sanitize` of mlx_lm/models/lfm2.py, qwen3_next.py and qwen3_5.py.
     """
     found = dict(tensors)
     if model_type not in _WITH_CONVOLUTIONS:
