@@ -37,14 +37,7 @@ from quire.session import (
     DEFAULT_MAX_IN_FLIGHT,
     SessionStream,
 )
-from quire.v1 import (
-    admin_pb2_grpc,
-    executor_pb2,
-    executor_pb2_grpc,
-    runner_pb2,
-    runner_pb2_grpc,
-    types_pb2,
-)
+from quire.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 # Caches in a page of ListCaches: the most that it allows.
 _PAGE_SIZE = 1000
