@@ -33,7 +33,7 @@ from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew
 from service.caches.reservations import Limits
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
-from service.errors import GatewayUnavailable, QuireError, ShardMoved, WeightsChanged, WorkerLost
+from service.errors import GatewayUnavailable, QuireError, WeightsChanged, WorkerLost
 
 
 class CacheMachine(OperationQueues):
@@ -280,16 +280,16 @@ class CacheMachine(OperationQueues):
         """A write takes too long: no new operations are accepted until it is durable."""
         self.admission.journal_works = False
 
-    def close(self) -> None:
-        """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so.
+    def close(self, refusal: type[QuireError]) -> None:
+        """Nothing is done here any more: tenants hold nothing of the caches, and who waits is told so.
 
-        Whether what is with the journal was applied, only that gateway knows.
+        refusal: of what was not applied. Whether what is with the journal was, only the next gateway knows.
         """
         operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
         for operation in operations:
             is_unknown = operation.state is COMMITTING
-            self._finish([(operation, GatewayUnavailable() if is_unknown else ShardMoved())])
+            self._finish([(operation, GatewayUnavailable() if is_unknown else refusal())])
         self.admission.remove(entries)
 
     # State.
