@@ -80,6 +80,7 @@ class Dispatcher:
         self._carrying_out = False
         # Whether there was an input since effects were last taken.
         self._has_input = False
+        self._is_closed = False
 
     # Requests.
 
@@ -167,8 +168,10 @@ class Dispatcher:
         """Refuses new operations. Those in flight continue."""
         self.caches.admission.draining = True
 
-    def close(self) -> None:
-        self.caches.close()
+    def close(self, refusal: type[QuireError]) -> None:
+        """See `CacheMachine.close`. It is called last."""
+        self._is_closed = True
+        self.caches.close(refusal)
         self._answer(self.caches.take_effects().replies)
 
     def expire(self, entries: Iterable[CacheEntry]) -> int:
@@ -300,6 +303,9 @@ class Dispatcher:
         _log.error("a step of a turn failed", exc_info=error)
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
+        if self._is_closed:
+            # Their callers were told that the outcome is unknown.
+            return
         if durable:
             self.caches.committed(tickets, self._clock_s())
         else:

@@ -33,7 +33,7 @@ from service.caches.records import Record, numbers_of
 from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
-from service.errors import GatewayUnavailable, QuireError, ShardMoved, WeightsChanged, WorkerLost
+from service.errors import GatewayUnavailable, QuireError, WeightsChanged, WorkerLost
 
 
 class CacheMachine(OperationQueues):
@@ -284,16 +284,17 @@ class CacheMachine(OperationQueues):
         """A write takes too long: no new operations are accepted until it is durable."""
         self.admission.journal_works = False
 
-    def close(self) -> None:
-        """Another gateway took over the caches: takes them out of all counts, and fails all operations.
+    def close(self, refusal: type[QuireError]) -> None:
+        """Takes the caches out of all counts, and fails all operations: this gateway ends, or lost the caches.
 
-        Only that gateway knows whether records that are with the journal were applied.
+        Operations that were not applied fail with `refusal`. Only the next gateway knows whether records that
+        are with the journal were applied.
         """
         operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
         for operation in operations:
             is_unknown = operation.state is COMMITTING
-            self._finish([(operation, GatewayUnavailable() if is_unknown else ShardMoved())])
+            self._finish([(operation, GatewayUnavailable() if is_unknown else refusal())])
         self.admission.remove(entries)
 
     # State.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,3 +99,27 @@ def test_an_older_copy_of_the_files_is_noticed_by_the_next_commit(tmp_path: Path
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         gateway.wait_until_ready()
         text.decode_again(gateway, known=10)
+
+
+def test_calls_in_flight_are_told_that_the_gateway_ends(tmp_path: Path) -> None:
+    """Before, gRPC dropped them with CANCELLED, which clients do not repeat."""
+    flags = [*FLAGS, "--data-dir", str(tmp_path)]
+    with GatewayProcess(model="paged-attention", workers=1, flags=flags) as gateway:
+        text, other = Text(gateway), Text(gateway)
+        workers = gateway.worker_processes()
+        for worker in workers:
+            worker.suspend()
+        request = pb.DecodeRequest(cache_id=text.cache_id, token_id=1, position=len(PROMPT))
+        decode = gateway.stub.Decode.future(request, timeout=60)
+        gateway.wait_until_in_flight(1)
+        (segment,) = (tmp_path / JOURNAL).glob("*.log")
+        os.truncate(segment, segment.stat().st_size - 1)
+        with pytest.raises(grpc.RpcError):
+            gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=other.cache_id), timeout=60)
+        with pytest.raises(grpc.RpcError) as refused:
+            decode.result()
+        assert (refused.value.code(), info_of(refused.value).reason) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "DRAINING",
+        )
+        assert gateway.process.wait(60) == 1
