@@ -285,7 +285,7 @@ class CacheMachine(OperationQueues):
         self.admission.journal_works = False
 
     def close(self, refusal: type[QuireError]) -> None:
-        """Takes the caches out of all counts, and fails all operations: this gateway ends, or lost the caches.
+        """Takes the caches out of all counts, and fails all operations: the gateway ends, or lost them.
 
         Operations that were not applied fail with `refusal`. Only the next gateway knows whether records that
         are with the journal were applied.

@@ -127,6 +127,15 @@ def test_calls_beyond_the_bound_wait(gateway: GatewayProcess, client: Client) ->
         client.session(max_in_flight=0)
 
 
+def test_a_time_limit_is_a_number(client: Client) -> None:
+    """Before, each such call took one of the places of those in flight, for good."""
+    with client.session(max_in_flight=1) as session:
+        for caller in (client, session):
+            with pytest.raises(ValueError, match="timeout_s is a number"):
+                caller.prefill([1], timeout_s=math.nan)
+        session.prefill([1], timeout_s=60).release()
+
+
 def test_a_step_that_took_too_long_can_be_repeated(gateway: GatewayProcess) -> None:
     with Client(gateway.address, timeout_s=0.3) as hasty, hasty.session(max_in_flight=1) as session:
         cache = session.prefill(prompt_of(0))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from quire.v1 import executor_pb2
 
 from service.journal.segments import JOURNAL
 from tests.e2e import greedy
@@ -109,13 +110,13 @@ def test_calls_in_flight_are_told_that_the_gateway_ends(tmp_path: Path) -> None:
         workers = gateway.worker_processes()
         for worker in workers:
             worker.suspend()
-        request = pb.DecodeRequest(cache_id=text.cache_id, token_id=1, position=len(PROMPT))
+        request = executor_pb2.DecodeRequest(cache_id=text.cache_id, token_id=1, position=len(text.prompt))
         decode = gateway.stub.Decode.future(request, timeout=60)
         gateway.wait_until_in_flight(1)
         (segment,) = (tmp_path / JOURNAL).glob("*.log")
         os.truncate(segment, segment.stat().st_size - 1)
         with pytest.raises(grpc.RpcError):
-            gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=other.cache_id), timeout=60)
+            other.release()
         with pytest.raises(grpc.RpcError) as refused:
             decode.result()
         assert (refused.value.code(), info_of(refused.value).reason) == (
