@@ -5,8 +5,7 @@ inputs so far is one value, `Effects`, which only the loop in `_carry_out` takes
 order that makes it safe:
 
 1. Commands are sent first, so that workers compute while the journal is written. No command depends on
-records
-   that are not durable: an operation begins when the records of those before it on its caches are durable.
+   records that are not durable: an operation begins when the records of those before it on its caches are.
 2. All records go to the journal as one commit. They become durable together, or none of them does.
 3. Replies come last. They depend on no records that are not durable.
 

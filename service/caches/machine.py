@@ -177,8 +177,7 @@ class CacheMachine(OperationQueues):
     def _begin_again(self, operations: Sequence[Operation], failure: QuireError | None = None) -> None:
         """Begins operations whose attempts have ended. `failure`: why they failed; None: they did not."""
         for operation in operations:
-            # Ending an earlier one may have begun a fork that releases this cache. Then this one waits for
-            # it.
+            # Ending an earlier one may have begun a fork that releases this cache, for which this one waits.
             if operation.state is not WAITING:
                 is_over = (
                     self._attempts.begin_again(operation)

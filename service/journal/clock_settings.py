@@ -51,8 +51,8 @@ class ClockSettings:
 
 
 async def note_clock_settings(values: StoredValues) -> None:
-    """Stores how the clock is set, and again when it was set, until cancelled."""
-    while True:
+    """Stores how the clock is set, and again when it was set, until cancelled; nothing without a boot id."""
+    while any(boot_id()):
         moved_s = _moved_s(values.get(_NAME))
         if moved_s is None or abs(moved_s) > _TOLERANCE_S:
             values.put(_NAME, _LAYOUT.pack(boot_id(), _booted_s()))
