@@ -38,30 +38,30 @@ from service.journal.base import Journal, JournalUnusable, OwnershipLost
 from service.journal.recovery import Apply
 from service.journal.values import StoredValues
 
-# What a journal may take for something that it does by itself.
+# The longest time that a journal may take for something that it does by itself.
 PATIENCE_S: Final = 60.0
-# What a fork of the cache does not copy, and the placement, are facts, too.
+# All fields that recovery must restore, but those of the last append, which `CacheState.last` combines.
 _FIELDS: Final = [
     field.name for field in dataclasses.fields(CacheState) if not field.name.startswith("last_")
 ]
 
 
 class Gateway:
-    """A gateway, as far as its journal goes.
+    """The part of a gateway that uses its journal.
 
     Attributes:
         running: The journal's `run`.
     """
 
     def __init__(self, journal: Journal, ledger: Ledger) -> None:
-        """In an event loop."""
+        """Must be called in an event loop."""
         self.journal = journal
         self.ledger = ledger
         journal.bind_ledger(ledger)
         self.running = asyncio.create_task(journal.run())
 
     async def commit(self, *records: Record) -> bool:
-        """Applies them if they are durable, and returns whether they are."""
+        """Commits records, and applies them to the ledger if they are durable. Returns whether they are."""
         return await commit(self.journal, *records, to=self.ledger)
 
 
@@ -80,10 +80,10 @@ async def commit(journal: Journal, *records: Record, to: Ledger | None = None) -
 
 
 class JournalConformance:
-    """Whatever a caller was told is found by the next gateway; and what it was told has failed is not there.
+    """A commit reported as durable is found by the next gateway; one reported as failed is not there.
 
-    `directory` is a new one for each test, and another directory is another journal. Where a journal is kept
-    elsewhere, its name can be made of it.
+    `directory` is new for each test, and each directory has a journal of its own. A journal that is stored
+    elsewhere can derive its name from it.
     """
 
     async def open(self, directory: Path, apply: Apply) -> Journal:
@@ -91,22 +91,22 @@ class JournalConformance:
         raise NotImplementedError
 
     async def end_lease(self, directory: Path) -> None:
-        """As if the gateway that has the journal had been stopped for long: another one can take it over.
+        """Expires the lease of the gateway that has the journal, so that another one can take it over.
 
-        Without leases there is nothing to do: who holds a lock has it until it ends.
+        Without leases there is nothing to do: a lock is held until its process ends.
         """
 
     def break_connections(self, _directory: Path) -> None:
-        """Breaks all connections to where the journal is, maybe between a request and its reply."""
+        """Breaks all connections to the journal's storage, maybe between a request and its reply."""
         pytest.skip("the journal has no connections")
 
     @contextlib.asynccontextmanager
     async def gateway(self, directory: Path) -> AsyncIterator[Gateway]:
-        """A gateway that ends as it should. Raises JournalUnusable."""
+        """A gateway that shuts down cleanly. Raises JournalUnusable."""
         ledger = Ledger()
         journal = await self.open(directory, lambda record, _wall_s: ledger.apply(record))
         gateway = Gateway(journal, ledger)
-        # So that it ends what it has begun.
+        # Gives `run` a turn, so that it is cancelled after its start.
         await asyncio.sleep(0)
         try:
             yield gateway
@@ -116,12 +116,12 @@ class JournalConformance:
             journal.close()
 
     async def recovered(self, directory: Path) -> Ledger:
-        """What the next gateway finds. Raises JournalUnusable."""
+        """The ledger that the next gateway recovers. Raises JournalUnusable."""
         async with self.gateway(directory) as gateway:
             return gateway.ledger
 
     def test_commits_are_recovered(self, tmp_path: Path) -> None:
-        """By three gateways, one after the other."""
+        """Three gateways commit, one after the other."""
 
         async def test() -> None:
             expected: dict[int, object] = {}
@@ -138,7 +138,7 @@ class JournalConformance:
         asyncio.run(test())
 
     def test_commits_are_told_once_and_in_order(self, tmp_path: Path) -> None:
-        """Also those that are given before earlier ones are durable."""
+        """Even if they are committed before earlier ones are durable."""
         count = 300
         told: list[tuple[int, bool]] = []
 
@@ -160,7 +160,7 @@ class JournalConformance:
         asyncio.run(test())
 
     def test_the_last_value_of_each_name_is_recovered(self, tmp_path: Path) -> None:
-        """Values are what extensions keep for the next gateway."""
+        """Extensions keep values for the next gateway."""
 
         async def test() -> None:
             async with self.gateway(tmp_path) as gateway:
@@ -176,7 +176,7 @@ class JournalConformance:
         asyncio.run(test())
 
     def test_a_commit_that_cannot_be_encoded_fails_alone(self, tmp_path: Path) -> None:
-        """It is told, and not raised: the gateway goes on."""
+        """The failure is reported and not raised: the gateway continues."""
         told: list[bool] = []
 
         async def test() -> None:
@@ -189,7 +189,7 @@ class JournalConformance:
         asyncio.run(test())
 
     def test_of_two_gateways_one_can_commit(self, tmp_path: Path) -> None:
-        """A second one is refused, or the first one has lost the journal for good when it is not."""
+        """A second gateway is refused; or it takes the journal, and then the first can never commit again."""
 
         async def test() -> None:
             async with self.gateway(tmp_path) as first:
@@ -233,14 +233,14 @@ class JournalConformance:
         async def test() -> None:
             await self.end_lease(tmp_path)
             (state,) = await self.recovered(tmp_path)
-            # One can have become durable, and nobody was told.
+            # The last one may have become durable before it was reported.
             assert told <= state.length <= told + 1
             assert list(state.tokens.copy()) == list(range(state.length))
 
         asyncio.run(test())
 
     def test_a_lost_reply_is_no_failure(self, tmp_path: Path) -> None:
-        """What was sent may be stored, whatever became of the reply: it is found out, and then told."""
+        """If the reply is lost, the commit may be stored. The journal finds out, and then reports it."""
 
         async def test() -> None:
             async with self.gateway(tmp_path) as gateway:
@@ -250,7 +250,7 @@ class JournalConformance:
                     under_way = asyncio.create_task(gateway.commit(appended(1, position, token)))
                     await asyncio.sleep(0.0005 * (token % 10))
                     self.break_connections(tmp_path)
-                    # Not told is not failed: the next one would be stored at the same position.
+                    # An unknown outcome is no failure: the next commit would be stored at the same position.
                     await asyncio.wait({under_way, gateway.running}, return_when=asyncio.FIRST_COMPLETED)
                     assert under_way.done(), "it is the only gateway"
                 expected = facts(gateway.ledger)
@@ -260,7 +260,7 @@ class JournalConformance:
 
 
 def _append_for_ever(tests: JournalConformance, directory: Path, told: Connection) -> None:
-    """Tells the length of a cache after each token."""
+    """Sends the length of a cache after each durable token."""
 
     async def append() -> None:
         async with tests.gateway(directory) as gateway:
@@ -273,11 +273,11 @@ def _append_for_ever(tests: JournalConformance, directory: Path, told: Connectio
     asyncio.run(append())
 
 
-# What is committed, and what has to be recovered of it.
+# The records that are committed, and the state that has to be recovered from them.
 
 
 def facts(ledger: Ledger) -> dict[int, object]:
-    """The state of each cache; and the values, by 0, if there are any."""
+    """The state of each cache by its number; and under 0 the values, if there are any."""
     values: dict[int, object] = {0: dict(ledger.values)} if ledger.values else {}
     return values | {
         state.number: (
@@ -290,27 +290,27 @@ def facts(ledger: Ledger) -> dict[int, object]:
 
 
 def created(number: int, weights: int = 0) -> CacheCreated:
-    """A new cache."""
+    """The record of a new cache."""
     return CacheCreated(number, f"cache-{number}", "tenant", b"salt", number, 60.0, "", weights)
 
 
 def appended(number: int, position: int, *token_ids: int) -> TokensAppended:
-    """Tokens of a cache."""
+    """The record of tokens appended to a cache."""
     return TokensAppended(number, position, token_ids, prompt_len=1, ownership=2)
 
 
 class Traffic:
-    """Commits that fit the ledger, which the caller keeps up to date."""
+    """Generates commits that are valid for the ledger, which the caller keeps up to date."""
 
     def __init__(self, seed: int, ledger: Ledger, prompt_tokens: int) -> None:
-        """The first append of a cache has so many tokens at most."""
+        """`prompt_tokens`: the most tokens of the first append of a cache."""
         self.rng = random.Random(seed)
         self._ledger = ledger
         self._prompt_tokens = prompt_tokens
         self._number = max((state.number for state in ledger), default=0)
 
     def next(self, busy: Collection[int] = ()) -> list[Record]:
-        """Records of one commit, of caches that are not busy."""
+        """The records of one commit, for caches that are not `busy`."""
         rng = self.rng
         states = [state for state in self._ledger if state.number not in busy]
         rng.shuffle(states)

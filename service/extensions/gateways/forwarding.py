@@ -1,7 +1,7 @@
-"""Answers calls for caches of other shards: by their owners, in the same way as calls for caches of this one.
+"""Forwards calls for caches of other shards to their owners.
 
-A batch is split by shard and its results merged in order. What spans shards and is all or nothing is refused.
-A call is forwarded once at most: if ownership has just changed, the caller retries.
+A batch is split by shard and its results merged in order. An atomic call on several shards is refused.
+A call is forwarded at most once: if ownership has just changed, the caller retries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from service.shard import Shard, shard_of
 
 
 class CallContext(Protocol):
-    """What is needed of a call's context."""
+    """The part of a call's context that is used here."""
 
     def time_remaining(self) -> float | None:
         """The time until the deadline."""
@@ -47,15 +47,15 @@ class CallContext(Protocol):
         """The caller's metadata."""
 
     def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
-        """What the caller gets with the answer."""
+        """Sets the metadata that the caller gets with the answer."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """`callback` is called when the answer is sent."""
+        """Adds a callback for when the answer is sent."""
 
 
-# In the trailing metadata of a forwarded call: the address of the gateway that has its cache.
+# Trailing metadata of a forwarded call: the address of the gateway that has its cache.
 GATEWAY_METADATA = "quire-gateway"
-# What several shards of a gateway have together, of its status.
+# Fields of GetStatus that are summed over the shards of a gateway.
 _SUMS = ("caches", "operations_in_flight", "journal_bytes")
 
 
@@ -63,17 +63,17 @@ class Forwarding:
     """Answers for all shards: see `OtherShards`."""
 
     def __init__(self, config: Config, home: Shard, peers: Peers, budgets: Budgets) -> None:
-        """`home`: the shard whose calls need none of this. `budgets`: count what others answered."""
+        """`home`: the shard of this gateway's own API. `budgets`: count the answers of other gateways."""
         self.home = home
         self._config = config
         self._peers = peers
         self._budgets = budgets
         self.is_draining, self.in_flight = False, 0
-        # Further shards that this process has, and that answer now.
+        # The further shards that this process serves now.
         self.cores: dict[int, ServedShard] = {}
 
     def must_answer(self, method: str, request: Any) -> bool:
-        """Whether a request may name a cache of another shard."""
+        """Whether a request may name a cache of a shard other than the home shard."""
         prefix = self.home.prefix
         return not all(not cache_id or cache_id.startswith(prefix) for cache_id in ids_in(method, request))
 
@@ -96,7 +96,7 @@ class Forwarding:
         return answer
 
     def shard_of(self, cache_id: str) -> int | None:
-        """The shard that an id names. None: it names none of this server."""
+        """The shard of a cache id. None: no shard of this server."""
         shard = shard_of(cache_id)
         return shard if shard is not None and shard < self.home.count else None
 
@@ -110,7 +110,7 @@ class Forwarding:
     async def _forward_counted(
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
-        """As `forward`, of an answer for the caller: it counts until the call has ended."""
+        """As `forward`. The answer counts in the budgets until the call has ended."""
         answers = self._budgets.of(current_tenant()).answers
         if answers.is_exceeded:
             raise AnswersFull(answers.most)
@@ -132,7 +132,7 @@ class Forwarding:
             self.in_flight -= 1
 
     def _address(self, shard: int) -> str:
-        """Of the gateway that has a shard. Raises Draining or GatewayUnavailable."""
+        """The address of the gateway that has a shard. Raises Draining or GatewayUnavailable."""
         if self.is_draining:
             raise Draining
         address = self._peers.addresses.peers.get(shard)
@@ -143,7 +143,7 @@ class Forwarding:
     async def _answer_batch(
         self, method: str, batch: Any, context: CallContext, here: RunHere, shards: list[int | None]
     ) -> Any:
-        """Runs the items of each shard together. What one of them refuses as a whole, fails its items."""
+        """Runs the items of each shard together. If a shard refuses its part, all items of the part fail."""
         validation.check_num_items(batch.items, self._config.max_items_per_call)
         home = self.home.index
         places: dict[int, list[int]] = {}
@@ -179,14 +179,14 @@ class Forwarding:
                 if results[index].HasField("error"):
                     renumber(results[index].error, index)
         if response.ByteSize() > self._config.max_response_bytes:
-            # Each part was within the limit. Repeating the items, fewer at a time, returns these answers.
+            # Each part was within the limit. Repeating the items in smaller batches returns these answers.
             raise InvalidArgument("OUTPUT_TOO_LARGE", "items", "answers of several gateways are too large")
         return response
 
     def in_session(self, stream: Any, here: RunHere) -> SessionCallsOfOthers:
         return SessionCallsOfOthers(self, stream, here)
 
-    # Whole texts.
+    # Executions.
 
     async def execute(self, request: runner_pb2.ExecuteRequest, context: Any) -> bool:
         named = {self.shard_of(item.cache.cache_id) for item in request.items}
@@ -209,13 +209,13 @@ class Forwarding:
     async def _forward_execution(
         self, address: str, request: runner_pb2.ExecuteRequest, context: Any
     ) -> None:
-        """Hands the responses of another gateway on as they come, and as fast as the caller reads them."""
+        """Passes on the responses of another gateway as they come, and as fast as the caller reads them."""
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
         self.in_flight += 1
         try:
             async with self._peers.executing(address, request, timeout_s, metadata) as call:
                 async for response in call:
-                    # A caller that does not take it in time gets nothing more, and its call ends.
+                    # If the caller does not read it in time, its call ends.
                     await write_in_time(context.write(response), self._config.message_timeout_s, call.cancel)
         finally:
             self.in_flight -= 1
@@ -240,7 +240,7 @@ class Forwarding:
                 raise answer
         return was_there
 
-    # Readers.
+    # Read-only calls.
 
     async def observe(self, method: str, request: Any, context: CallContext, response: Any) -> None:
         for core in [*self.cores.values()]:
@@ -252,7 +252,7 @@ class Forwarding:
     async def list_caches(
         self, request: executor_pb2.ListCachesRequest, context: CallContext, here: Callable[..., Any]
     ) -> Any:
-        """A page of one shard; after its last page comes the next shard. Its tokens are SHARD.NUMBER."""
+        """A page of one shard; after its last page comes the next shard. Page tokens are SHARD.NUMBER."""
         named, _, rest = request.page_token.rpartition(".")
         if request.page_token and not (named.isascii() and named.isdigit() and len(named) < 7):
             raise bad_page_token()

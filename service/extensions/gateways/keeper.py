@@ -1,6 +1,6 @@
-"""Keeps the shards of this gateway: takes free ones, gives one back if others have too few, runs their cores.
+"""Manages the shards of this gateway: takes free ones, gives one back if others have too few, runs cores.
 
-The first shard that a gateway gets is its home shard: new caches are created there. It has it until it ends.
+The first shard of a gateway is its home shard, which it keeps until it ends: new caches are created there.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from service.shard import Shard
 
 _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
-# How long a shard is left alone after its core has failed.
+# How long to wait before a shard is tried again after its core has failed.
 _FAILED_S: Final = 5.0
-# A statement without an answer for so long has failed, and the connection is opened again.
+# A statement without an answer for this long has failed, and the connection is opened again.
 _ANSWER_S: Final = 3.0
 _Opened = TypeVar("_Opened")
 
 
 class RunningCore(Protocol):
-    """The core of a shard beside the first one."""
+    """The core of a shard other than the home shard."""
 
     async def run(self) -> None:
-        """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""
+        """Runs until cancelled, then gives the shard back. Raises OwnershipLost or PoolFailed."""
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new calls and waits for running ones. The workers keep their KV for the next owner."""
 
     def close(self) -> None:
-        """Closes what is left."""
+        """Closes everything that is still open."""
 
 
 # Opens the core of a shard that was just acquired, and lets calls reach it.
@@ -49,25 +49,25 @@ OpenLeased = Callable[[Shard, Lease, Leases], Awaitable[RunningCore]]
 
 
 class Keeper:
-    """Owner of the leases of this gateway, and of its cores beside the home core."""
+    """Owner of the leases of this gateway, and of its cores other than the home core."""
 
     def __init__(self, config: Config, address: str, shards: int) -> None:
-        """`address`: of this gateway, for the others and, behind a space, for clients. `shards`: of all."""
+        """`address`: of this gateway for others and, after a space, for clients. `shards`: number of all."""
         self.owner = secrets.token_hex(_OWNER_BYTES)
         self._drain_grace_s = config.drain_grace_s
         self._shards = shards
-        # Two connections, so that a renewal never waits for a look at the owners.
+        # Two connections, so that a renewal never waits for a query of the owners.
         self._table, self._renewals = (Database(config.journal, _ANSWER_S) for _ in range(2))
         self._leases = Leases(self._renewals, self.owner, address)
         self._lookups = Leases(self._table, self.owner, address)
-        # Of the row that stands for this gateway itself.
+        # The lease of the row that represents this gateway itself.
         self._own_lease: Lease
         self._owners: Sequence[Owned] = ()
         self.addresses = Addresses()
         self._changed = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Event] = {}
-        # By shard: the last lease that has ended, by its fence.
+        # The fence of the last lease that has ended, by shard.
         self._ended: dict[int, int] = {}
         self._home: int | None = None
         self._stopping = False
@@ -75,7 +75,7 @@ class Keeper:
     async def join(self, open_home: Callable[[Shard, Lease, Leases], Awaitable[_Opened]]) -> _Opened:
         """Waits for a first shard that can be opened, and opens it.
 
-        Raises DatabaseFailed or ConfigError; and JournalUnusable if none that it may take can be opened.
+        Raises DatabaseFailed or ConfigError; and JournalUnusable if no shard that it may take can be opened.
         """
         await self._table.prepare()
         count = await self._lookups.create(self._shards)
@@ -83,8 +83,8 @@ class Keeper:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "", self._shards, allowed)
         self._own_lease = await self._take_own_lease()
-        # The database may just be back. Whoever joins then took the shards of all that could not renew.
-        # After a crash a lease has lapsed, too, and this waits for nothing: the two are not told apart.
+        # The database may have just come back. Then this gateway must not take the shards of owners that
+        # could not renew. After a crash of an owner this wait is not needed, but the two look the same.
         if any(row.has_lapsed and row.shard >= 0 for row in await self._leases.owners()):
             await self._leases.let_owners_renew()
         waits = False
@@ -102,7 +102,7 @@ class Keeper:
                 except JournalUnusable as error:
                     damaged += 1
                     if damaged == len(take):
-                        # These stay free, and while any is free, the others give none back.
+                        # The shards stay free, and while any is free, the others give none back.
                         raise
                     _log.error("a shard cannot be opened", shard=shard, error=str(error))
             if not waits:
@@ -128,7 +128,7 @@ class Keeper:
         self._changed.set()
 
     async def run(self, open_core: OpenLeased) -> None:
-        """Keeps the shards beside the home shard, until cancelled."""
+        """Manages the shards other than the home shard, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_own_lease())
@@ -136,7 +136,7 @@ class Keeper:
                 while True:
                     self._act(group, open_core)
                     self._changed.clear()
-                    # Again after a while: what was tried may have failed.
+                    # Try again after a while, since opening a shard may have failed.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(WATCH_S):
                             await self._changed.wait()
@@ -156,7 +156,7 @@ class Keeper:
                 await asyncio.sleep(WATCH_S)
 
     async def _renew_own_lease(self) -> None:
-        """Another gateway may have the row, if this one could not renew it: then takes another row.
+        """Renews it, or takes another row if another gateway has it because this one could not renew in time.
 
         Raises DatabaseFailed.
         """
@@ -180,22 +180,22 @@ class Keeper:
             return
         mine = {row.shard: row.fence for row in self._owners if row.owner == self.owner and row.shard >= 0}
         if any(fence <= self._ended.get(shard, 0) for shard, fence in mine.items()):
-            # Seen before a shard was given back.
+            # The owners were read before a shard was given back.
             return
         take, give = decide(self._owners, self.owner)
-        # Also those that were acquired without an answer.
+        # `mine` includes shards that were acquired although no answer came.
         for shard in (*take, *mine):
             if shard not in self._tasks and shard != self._home:
                 self._tasks[shard] = group.create_task(self._serve(shard, open_core), name=f"shard-{shard}")
         running = [shard for shard, event in self._draining.items() if not event.is_set()]
         if give is not None and running:
-            # Never the home shard, and never another one before the last is given back.
+            # Never the home shard, and only one at a time.
             shard = give if give in running else max(running)
             if len(running) == len(self._draining):
                 self._draining[shard].set()
 
     async def _serve(self, shard: int, open_core: OpenLeased) -> None:
-        """Runs the core of a shard as long as this gateway has it. Raises nothing."""
+        """Runs the core of a shard while this gateway has it. Raises nothing."""
         try:
             lease = await self._leases.acquire(shard)
             if lease is None:
@@ -225,7 +225,7 @@ class Keeper:
         try:
             return await open_one(Shard(shard, self._shards), lease, self._leases)
         except BaseException:
-            # Another gateway may be able to.
+            # Another gateway may be able to open it.
             with contextlib.suppress(DatabaseFailed):
                 await self._leases.give_back(lease)
             raise
@@ -233,7 +233,7 @@ class Keeper:
     async def _run_core(self, shard: int, core: RunningCore) -> None:
         asked = self._draining[shard] = asyncio.Event()
         if self._stopping:
-            # It was being opened then.
+            # `drain` ran while the shard was being opened.
             asked.set()
         running = asyncio.create_task(core.run())
         waiting = asyncio.create_task(asked.wait())

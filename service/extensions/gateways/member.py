@@ -1,4 +1,4 @@
-"""One of several gateways: answers for the shards of all, on the port of clients and on one for gateways."""
+"""One of several gateways: answers calls for all shards, on the clients' port and on a port for gateways."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.shard import OpenJournal, OpenShard
 
 
 class Member(Extension):
-    """See `Extension`, and `OtherGateways`. A subclass knows which shards are this gateway's."""
+    """See `Extension` and `OtherGateways`. A subclass decides which shards are this gateway's."""
 
     port_for = "other gateways"
     stop_all: Stop | None = None
@@ -31,17 +31,17 @@ class Member(Extension):
     shards: Forwarding
 
     def __init__(self, config: Config, listen: str, peers: Peers) -> None:
-        """`listen`: the address for the others."""
+        """`listen`: the address for the other gateways."""
         self._config = config
         self._peers = peers
         self.listen = listen
         self.secret = peers.secret
         self.open_home = self._open_home
 
-    # What a subclass does.
+    # Methods of subclasses.
 
     async def _open_home(self, open_journal: OpenJournal) -> OpenShard:
-        """Opens the first shard, once this gateway has one. It has it until it ends. See `OpenHome`."""
+        """Opens the home shard, once this gateway has one. It keeps it until it ends. See `OpenHome`."""
         raise NotImplementedError
 
     def _add_port(self, server: grpc.aio.Server) -> int:
@@ -49,16 +49,16 @@ class Member(Extension):
         raise NotImplementedError
 
     async def _keep_shards(self, stop: Stop) -> None:
-        """Keeps further shards, until cancelled. `stop`: see `GatewayParts`."""
+        """Manages further shards, until cancelled. `stop`: see `GatewayParts`."""
         raise NotImplementedError
 
     async def _give_back(self, home: ServedShard) -> None:
-        """Gives further shards back, once their calls have ended. `home`: the first one."""
+        """Gives further shards back, once their calls have ended. `home`: the home shard."""
 
-    # What all have in common.
+    # Common methods.
 
     def connect(self, home: ServedShard, state: ServerState) -> Member:
-        """Gateways know each other from here on."""
+        """Creates the forwarding to the other gateways."""
         self.shards = Forwarding(self._config, home.shard, self._peers, state.budgets)
         return self
 
@@ -66,7 +66,7 @@ class Member(Extension):
         return [*self.shards.cores.values()]
 
     def attach(self, parts: GatewayParts) -> None:
-        """Offers the calls for caches and texts to the other gateways, as to clients."""
+        """Registers the services for caches and texts on the port for gateways, as on the clients' port."""
         self._parts = parts
         self._server = new_server(self._config, PeerInterceptor(self.secret, parts.interceptor))
         # Their methods come from tables, which the type checker cannot see.
@@ -81,7 +81,7 @@ class Member(Extension):
             return self._add_port(self._server)
 
     async def run(self) -> None:
-        """Answers the other gateways, and runs further shards."""
+        """Serves the other gateways, and runs further shards."""
         await self._server.start()
         try:
             await self._keep_shards(self._parts.stop)
@@ -92,20 +92,20 @@ class Member(Extension):
         return FurtherShard(self._parts.open_core(opened), self.shards)
 
     async def drain(self, grace_s: float) -> None:
-        """Gives further shards back, and waits for the answers of other gateways."""
+        """Gives further shards back, and waits for calls that other gateways forwarded."""
         deadline_s = time.monotonic() + grace_s
         self.shards.is_draining = True
         await self._give_back(self._parts.shards()[0])
         await wait_until(lambda: not self.shards.in_flight, deadline_s - time.monotonic())
 
     async def stop(self, grace_s: float) -> None:
-        """Ends the calls of other gateways, and the connections to them."""
+        """Ends calls that other gateways forwarded, and closes the connections to them."""
         await self._server.stop(grace_s)
         await self._peers.close()
 
 
 class FurtherShard:
-    """See `RunningCore`. Calls reach the shard from its creation until it has ended."""
+    """See `RunningCore`. Calls reach the shard from the creation of this object until `run` has ended."""
 
     def __init__(self, core: ServedShard, forwarding: Forwarding) -> None:
         self._core = core
@@ -120,7 +120,7 @@ class FurtherShard:
 
     async def drain(self, grace_s: float) -> None:
         self._core.pool.detach_workers()
-        # Before the caches: each token of an execution is a new operation.
+        # Before the core: each token of an execution is a new operation.
         await self._core.runner.executions.drain(grace_s)
         await self._core.drain(grace_s)
 

@@ -1,8 +1,8 @@
-"""`quire serve --gateways N`: a parent that starts the gateways of this host and keeps them running.
+"""`quire serve --gateways N`: the parent process, which starts the gateways of this host and restarts them.
 
-The parent passes stop signals on, and restarts a gateway that a signal has killed: with the same shard, so
-that it recovers its caches and adopts its workers. A gateway that ends by itself ends the server, with its
-status. The parent serves nothing. A gateway is a process of `process.py`.
+The parent passes on stop signals, and restarts a gateway that a signal has killed: with the same shard, so
+that it recovers its caches and adopts its workers. A gateway that exits by itself ends the server, with its
+status. The parent answers no calls. A gateway is a process of `process.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workers.common import child_process
 from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
-# One that lives shorter is restarted with a delay.
+# A gateway that ran for a shorter time is restarted with a delay.
 _LONG_LIFE_S = 10.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
 
@@ -57,7 +57,7 @@ def run(config: Config) -> int:
         except (JournalUnusable, OSError) as error:
             _log.error("cannot use the data directory", error=str(error))
             return 1
-        # Held, so that a port that is chosen now stays this server's.
+        # Held, so that no other program takes a port that is chosen now.
         try:
             held = {name: stack.enter_context(reserved(address)) for name, address in shared.items()}
         except CannotListen as error:
@@ -71,17 +71,17 @@ def run(config: Config) -> int:
 
 
 def _first_line(config: Config, place: Place) -> bytes:
-    """What a gateway reads at its start: its settings, and its place."""
+    """The line that a gateway reads at its start: its settings and its place."""
     content = {
         "config": _with_absolute_paths(config.of_gateway(place.shard.index)).values(),
         "place": dataclasses.asdict(place),
     }
-    # What JSON does not have is the path of the directory.
+    # `default`: for the path of the directory.
     return json.dumps(content, default=str).encode() + b"\n"
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Gateways start in another directory."""
+    """The settings with absolute paths, since gateways start in another directory."""
     names = [name for name, setting in all_settings().items() if setting.is_path]
     if not (config.has_remote_workers or config.model in (*SHIPPED_MODELS, WEIGHTLESS_MODEL)):
         names.append("model")
@@ -90,7 +90,7 @@ def _with_absolute_paths(config: Config) -> Config:
 
 
 class _Parent:
-    """Owner of the gateways' processes."""
+    """Owner of the gateways' processes. Starts and restarts them."""
 
     def __init__(self, first_lines: Sequence[bytes]) -> None:
         self._first_lines = first_lines
@@ -141,11 +141,11 @@ class _Parent:
                 return 0
 
     async def _run_once(self, index: int) -> int:
-        """Runs a process of one gateway. Returns how it has ended: below 0 if another has to follow."""
+        """Runs a process of one gateway. Returns its exit status; below 0 if it has to be restarted."""
         try:
             process = await self._start(index)
         except OSError as error:
-            # For example, no process or memory is left for now.
+            # For example, the system has no process or memory left now.
             _log.error("a gateway cannot be started", gateway=index, error=error.strerror)
             return -1
         self._processes[index] = process
@@ -164,7 +164,7 @@ class _Parent:
             stdin=asyncio.subprocess.PIPE,
             cwd=child_process.DIRECTORY,
             env=environment,
-            # Ctrl-C in a terminal is for the parent alone.
+            # Ctrl-C in a terminal signals only the parent.
             start_new_session=True,
         )
         self._tell(process, self._first_lines[index])
@@ -173,13 +173,13 @@ class _Parent:
 
 @contextlib.contextmanager
 def reserved(address: str) -> Iterator[str]:
-    """An address for several gateways, with the chosen port for port 0. Raises CannotListen."""
+    """Reserves an address for several gateways; port 0 becomes the chosen port. Raises CannotListen."""
     host, _, port = address.rpartition(":")
     with binding(address):
         family, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Without listen(), it gets no connections.
+        # Without listen(), this socket gets no connections.
         with binding(address):
             held.bind(found)
         yield actual_address(address, held.getsockname()[1])

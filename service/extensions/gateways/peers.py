@@ -23,18 +23,18 @@ from workers.common.protocol import DIRECT, GATEWAY_NAME
 _log = get_logger(__name__)
 _EXECUTE = "Execute"
 _OF_RUNNER = (_EXECUTE, "CancelExecution")
-# What this hop sets itself.
+# Metadata that this hop sets itself.
 _OWN = frozenset({HOP, TENANT, REQUEST_ID_METADATA, "user-agent"})
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
 
 
 @dataclass(slots=True)
 class Addresses:
-    """At which the owners of the shards are reached. A shard that nobody has now has none.
+    """The addresses of the owners of the shards. A shard without an owner has none.
 
     Attributes:
-        peers: For gateways.
-        public: Where clients reach the owner and no other. Empty: such an address is not known.
+        peers: The addresses for gateways.
+        public: The addresses at which clients reach exactly this owner. Empty: not known.
     """
 
     peers: Mapping[int, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Addresses:
 
 @dataclass(slots=True)
 class _Connection:
-    """A connection to a gateway, and what was called on it so far, by name."""
+    """A connection to a gateway, and the methods that were called on it, by name."""
 
     channel: grpc.aio.Channel
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -60,9 +60,9 @@ class Peers:
         addresses: Addresses,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`addresses`: change with the owners. Without `credentials` only Unix sockets.
+        """`addresses`: updated by the caller when owners change. Without `credentials`: Unix sockets only.
 
-        `secret`: by which gateways know each other's calls.
+        `secret`: authenticates calls between gateways.
         """
         self.secret = secret
         self.addresses = addresses
@@ -72,19 +72,19 @@ class Peers:
             ("grpc.max_receive_message_length", config.max_response_bytes),
             ("grpc.max_send_message_length", config.max_request_bytes),
             ("grpc.use_local_subchannel_pool", 1),
-            # One that was restarted is found soon.
+            # Reconnect soon to a gateway that was restarted.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 3000),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            # One that was paused or cut off ends its calls, which may have no deadline.
+            # End the calls to a gateway that hangs or is cut off: they may have no deadline.
             ("grpc.keepalive_time_ms", 2000),
             ("grpc.keepalive_timeout_ms", 3000),
             ("grpc.http2.ping_timeout_ms", 3000),
-            # Also while a call is quiet: otherwise, after two pings, one a minute.
+            # Ping while a call sends no data, too: otherwise, after two pings, one a minute.
             ("grpc.http2.max_pings_without_data", 0),
         ]
         if credentials is not None:
-            # Gateways have one certificate, whatever their addresses are.
+            # All gateways have the same certificate, whatever their addresses are.
             self._options.append(("grpc.ssl_target_name_override", GATEWAY_NAME))
         self._connections: dict[str, _Connection] = {}
 
@@ -114,7 +114,7 @@ class Peers:
         timeout_s: float | None,
         metadata: Metadata,
     ) -> AsyncGenerator[Any]:
-        """An Execute of a gateway: grpc's call, whose responses come with `async for`. Raises as `call`."""
+        """An Execute of a gateway: grpc's call object, an async iterator of responses. Raises as `call`."""
         response = runner_pb2.ExecuteResponse
         async with self._calling(address, _EXECUTE, request, response) as start:
             call = start(request, timeout=timeout_s, metadata=self.passed_on(metadata))
@@ -127,7 +127,7 @@ class Peers:
     async def _calling(
         self, address: str, method: str, request: Any, response: type[Any]
     ) -> AsyncGenerator[Callable[..., Any]]:
-        """What starts a call of a method. The connection stays open meanwhile."""
+        """A function that starts a call of a method. The connection stays open meanwhile."""
         if address not in self._connections:
             await self._close_unneeded()
         peer = self._connections.get(address) or self._connect(address)
@@ -156,13 +156,13 @@ class Peers:
         return made
 
     async def _close_unneeded(self) -> None:
-        """Closes connections to gateways that have no shard any more, unless they still answer a call."""
+        """Closes connections to gateways that have no shard any more and have no running call."""
         for address in self._connections.keys() - set(self.addresses.peers.values()):
             if not self._connections[address].in_flight:
                 await self._connections.pop(address).channel.close(None)
 
     def passed_on(self, metadata: Metadata) -> Sequence[tuple[str, str | bytes]]:
-        """The caller's metadata, with what makes it a forwarded call."""
+        """The metadata of a forwarded call: the caller's, and what marks it as forwarded."""
         own = (HOP, self.secret), (TENANT, current_tenant_name()), (REQUEST_ID_METADATA, current_request_id())
         return (*((key, value) for key, value in metadata or () if key not in _OWN), *own)
 
@@ -173,10 +173,10 @@ class Peers:
 
 
 class PeerInterceptor(grpc.aio.ServerInterceptor):
-    """Of the port for gateways. Certificates of workers open it, too, but only gateways know the secret."""
+    """Authenticates calls on the port for gateways, by their secret: workers have valid certificates, too."""
 
     def __init__(self, secret: str, interceptor: CallInterceptor) -> None:
-        """`interceptor`: of all calls of this gateway."""
+        """`interceptor`: handles the calls that are authenticated."""
         self._interceptor = interceptor
         self._secret = secret.encode()
 

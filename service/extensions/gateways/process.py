@@ -1,6 +1,6 @@
-"""The process of one of the gateways of a host, as their parent starts it.
+"""The main function of a gateway process that the parent starts.
 
-Its standard input has a line with its settings and its place, and then what the parent commands.
+It reads its settings and its place from the first line of its standard input, then commands of the parent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.common.child_process import set_death_signal
 
 
 def read_first_line(descriptor: int) -> tuple[Config, Place]:
-    """What the parent has written; no byte of what follows. Ends the process if that is nothing."""
+    """Reads the first line, and no byte beyond it. Ends the process if there is none."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(descriptor, 1)
@@ -34,8 +34,8 @@ def read_first_line(descriptor: int) -> tuple[Config, Place]:
 
 
 def main() -> int:
-    """Returns the exit status."""
-    # It reads what the parent commands only once its shard is open, which it may have to recover first.
+    """Runs the gateway. Returns the exit status."""
+    # The parent's end closes the standard input, but that is read only after the shard was recovered.
     set_death_signal(signal.SIGKILL)
     commands = sys.stdin.fileno()
     config, place = read_first_line(commands)

@@ -1,6 +1,6 @@
-"""The calls of a Session for caches of other shards.
+"""Calls of a Session for caches of other shards.
 
-Each runs by itself. Calls for one cache still run in the order in which they were sent.
+Each runs in a task of its own. Calls for one cache still run in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = get_logger(__name__)
 
 
 class SessionCallContext:
-    """What such a call of a Session needs of a call's context."""
+    """Stands in for the gRPC context of a call within a Session."""
 
     def __init__(self, stream: Any, timeout_s: float | None) -> None:
         self._stream = stream
@@ -33,7 +33,7 @@ class SessionCallContext:
         return self._stream.invocation_metadata()
 
     def set_trailing_metadata(self, metadata: Any) -> None:
-        """Does nothing: a call of a Session has none."""
+        """Does nothing: calls of a Session have no metadata."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self._callbacks.append(callback)

@@ -14,7 +14,7 @@ from service.settings import Conflict, Port, needing_extra, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaysSettings(ExtensionSettings):
-    """Several gateways of this host, or of several hosts."""
+    """Settings of several gateways, on this host or on several hosts."""
 
     gateways: int = setting(
         1,
@@ -44,7 +44,7 @@ class GatewaysSettings(ExtensionSettings):
     )
 
     def open_extension(self, config: Config) -> Any:
-        """Of a gateway of several hosts. Those of one host are given theirs by their process.
+        """The extension for gateways on several hosts. Gateways of one host get theirs from `process`.
 
         Raises ConfigError if the driver of the database is not installed.
         """
@@ -56,7 +56,7 @@ class GatewaysSettings(ExtensionSettings):
         return SeveralHosts(config, self.peer_listen, self.advertise, self.shards)
 
     def open_server(self, config: Config) -> Callable[[], int] | None:
-        """The parent of the gateways of this host."""
+        """The function that runs the parent of this host's gateways. None: there is only one gateway."""
         if self.gateways == 1:
             return None
         from service.extensions.gateways import parent  # noqa: PLC0415 - only with this setting
@@ -65,17 +65,17 @@ class GatewaysSettings(ExtensionSettings):
 
     @property
     def gateways_of_host(self) -> int:
-        """Those that one parent starts."""
+        """The number of gateways that the parent starts."""
         return self.gateways
 
     @property
     def has_other_hosts(self) -> bool:
-        """With an address for the others."""
+        """Whether there are gateways on other hosts."""
         return bool(self.peer_listen)
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        """Of several gateways of this host, or of several hosts, with other settings."""
-        # How many `auto` is, the machine tells at the start.
+        """Conflicts of these settings with each other and with those of the core."""
+        # The number of workers for `auto` is known only at the start.
         are_too_few = config.workers is not None and self.gateways > config.workers
         on_one_host = (
             ("workers", are_too_few, f"each of {self.gateways} gateways needs a worker"),

@@ -1,4 +1,4 @@
-"""The gateways of several hosts: leases in a database say which one has a shard, and its journal is there."""
+"""Gateways on several hosts: a database has the leases of the shards, and their journals."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from service.shard import OpenJournal, OpenShard, Shard, open_shard
 
 
 class SeveralHosts(Member):
-    """See `Member`. `Keeper` says which shards this gateway has."""
+    """See `Member`. `Keeper` decides which shards this gateway has."""
 
     def __init__(self, config: Config, listen: str, advertise: str, shards: int) -> None:
         """Raises ConfigError."""
         self._pool = pool = Path(config.pool)
         self._keeper = Keeper(config, f"{listen} {advertise}".strip(), shards)
-        # Gateways have one certificate.
+        # All gateways have the same certificate.
         credentials = pool_files.channel_credentials(pool)
         peers = Peers(config, pool_files.secret(pool), self._keeper.addresses, credentials)
         super().__init__(config, listen, peers)
 
     async def _open_home(self, _open_journal: OpenJournal) -> OpenShard:
-        """Waits for a shard."""
+        """Waits for a home shard, and opens it."""
         try:
             return await self._keeper.join(self._open)
         except DatabaseFailed as error:
             raise JournalUnusable(f"the database of the journal: {error}") from None
 
     async def _open(self, shard: Shard, lease: Lease, leases: Leases) -> OpenShard:
-        """Raises JournalUnusable or DatabaseFailed."""
+        """Opens a shard. Raises JournalUnusable or DatabaseFailed."""
 
         async def open_journal(config: Config, _directory: Path | None, apply: Apply) -> Journal:
             journal = PostgresJournal(Database(config.journal), leases, lease)
@@ -52,7 +52,7 @@ class SeveralHosts(Member):
         return await open_shard(self._config, open_journal, None, shard, lease)
 
     def _add_port(self, server: grpc.aio.Server) -> int:
-        """For those with a certificate of the pool."""
+        """Binds a port that requires a certificate of the pool."""
         return server.add_secure_port(self.listen, pool_files.server_credentials(self._pool))
 
     async def _keep_shards(self, _stop: Stop) -> None:
@@ -64,6 +64,6 @@ class SeveralHosts(Member):
         await self._keeper.run(open_one)
 
     async def _give_back(self, home: ServedShard) -> None:
-        """The workers wait for the next owners of the shards."""
+        """Gives the shards back. The workers wait for their next owners."""
         home.pool.detach_workers()
         await self._keeper.drain()

@@ -1,6 +1,6 @@
-"""How gateways share the shards among them. Each decides by the same table, so they need not talk.
+"""Decides which shards a gateway takes or gives back. All decide from the same table, without messages.
 
-Gateways have leases, too: on the rows below 0, each on one. Without I/O: `keeper` acts on what this says.
+Each gateway also has a lease on a row of its own, with a number below 0. No I/O: `keeper` acts on a decision.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from service.extensions.gateways.postgres.leases import Owned
 
 
 class Decision(NamedTuple):
-    """The shards that a gateway takes now, and one to give back, or None."""
+    """The shards that a gateway takes now, and the one that it gives back, or None."""
 
     take: list[int]
     give: int | None
 
 
 def decide(table: Sequence[Owned], me: str) -> Decision:
-    """What one gateway does. Free shards go to those that have the fewest; then the others even out.
+    """The decision of gateway `me`. Free shards go to the gateways with the fewest; then shards are balanced.
 
-    Of shards to give back, the one with the highest number is chosen.
+    A gateway gives back its shard with the highest number.
     """
     shards = [row for row in table if row.shard >= 0]
     held = Counter({row.owner: 0 for row in table if row.shard < 0 and row.owner})
-    # A gateway that stops is no member any more, although it still has shards.
+    # A stopping gateway has given back its own row, but may still have shards.
     held.update(row.owner for row in shards if row.owner in held)
     free = [row.shard for row in shards if not row.owner]
     if me not in held:

@@ -1,1 +1,1 @@
-"""What of this server is in a PostgreSQL database: the shards with their owners, and their journals."""
+"""Shards in a PostgreSQL database: their owners and their journals."""

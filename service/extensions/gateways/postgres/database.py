@@ -1,6 +1,6 @@
-"""Connections to PostgreSQL, by asyncpg. Only this module knows the driver.
+"""Connections to PostgreSQL, by asyncpg. Only this module uses the driver.
 
-No text of the driver about an address reaches a message.
+No message contains the driver's text about an address.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from service.extensions.gateways.postgres.errors import Conflict, DatabaseFailed
 from service.extensions.gateways.postgres.schema import create_tables
 
 CONNECT_S: Final = 3.0
-# The server ends a statement by itself after this, so that it is certain that it has done nothing. If no
-# answer comes either, the connection is closed, and that is not certain.
+# The server cancels a statement after this time, and then it certainly had no effect. Without an answer from
+# the server the connection is closed, and the effect is unknown.
 STATEMENT_S: Final = 10.0
 ANSWER_S: Final = STATEMENT_S + 2.0
 _CLOSE_S: Final = 1.0
 _SETTINGS: Final = {
     "application_name": "quire",
-    # What was answered survives a crash of the database, whatever its default is.
+    # Commits survive a crash of the database, whatever its default is.
     "synchronous_commit": "on",
     "default_transaction_isolation": "read committed",
     "statement_timeout": f"{STATEMENT_S:.0f}s",
     "idle_in_transaction_session_timeout": f"{STATEMENT_S:.0f}s",
 }
-# All that the driver raises; ValueError for an address; an internal error where a connection breaks in an
-# unlucky moment. TimeoutError is an OSError.
+# Everything that the driver raises: also ValueError for an address, and its internal error for a connection
+# that breaks at an unexpected point. TimeoutError is an OSError.
 _FAILURES: Final = (
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
@@ -42,13 +42,13 @@ _FAILURES: Final = (
 
 
 class Database:
-    """One connection, which is opened when it is needed. Its statements run one after the other.
+    """One connection, which is opened on demand. Its statements run one after the other.
 
     Between `close` and the next statement it may move to another event loop.
     """
 
     def __init__(self, url: str, answer_s: float = ANSWER_S) -> None:
-        """`answer_s`: without an answer to a statement for so long, the connection is closed."""
+        """`answer_s`: the connection is closed if a statement has no answer for this long."""
         self._url = url
         self._answer_s = answer_s
         self._connection: Any = None
@@ -60,7 +60,7 @@ class Database:
             await create_tables(connection)
 
     async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
-        """The rows of a statement, which is a transaction of its own. Raises DatabaseFailed."""
+        """Runs a statement as a transaction of its own. Returns its rows. Raises DatabaseFailed."""
         async with self._ready(self._answer_s) as connection:
             rows: list[Sequence[Any]] = await connection.fetch(query, *values)
             return rows
@@ -73,7 +73,7 @@ class Database:
                 await connection.close(timeout=_CLOSE_S)
 
     def terminate(self) -> None:
-        """Closes the connection without waiting. A statement that is running may or may not take place."""
+        """Closes the connection without waiting. A running statement may or may not take effect."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(*_FAILURES, RuntimeError):  # its event loop is closed
@@ -88,7 +88,7 @@ class Database:
                     self._connection = await asyncpg.connect(
                         self._url, timeout=CONNECT_S, server_settings=_SETTINGS
                     )
-            # Not the driver's timeout: it cancels the statement, and so ends a commit's wait for a standby.
+            # Not the driver's timeout: it cancels the statement, and so the wait of a commit for a standby.
             timer = asyncio.get_running_loop().call_later(answer_s, self._connection.terminate)
             try:
                 with _translated(self._connection):
@@ -103,17 +103,17 @@ class Database:
 
 @contextlib.contextmanager
 def _translated(connection: Any = None) -> Iterator[None]:
-    """`connection`: a statement was sent on it."""
+    """Turns the driver's exceptions into DatabaseFailed. `connection`: one on which a statement was sent."""
     try:
         yield
     except asyncpg.UniqueViolationError as error:
         raise Conflict("a row with this number exists") from error
     except _FAILURES as error:
-        # After a fatal error the transaction may have been committed before.
+        # A fatal error may come after the transaction was committed.
         is_refused = getattr(error, "severity_en", None) == "ERROR"
         raise DatabaseFailed(_described(error), is_certain=is_refused or connection is None) from error
     except AttributeError as error:
-        # The driver's, if the connection is terminated between two messages of a statement.
+        # The driver raises it if the connection is terminated between two messages of a statement.
         if connection is None or not connection.is_closed():
             raise
         raise DatabaseFailed("it does not answer", is_certain=False) from error
@@ -123,7 +123,7 @@ def _described(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer"
     if isinstance(error, asyncpg.PostgresError):
-        # Of the server, which has no password; or of the driver about a lost connection.
+        # The server's text, which has no password; or the driver's about a lost connection.
         return str(error).partition("\n")[0] or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

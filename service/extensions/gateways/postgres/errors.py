@@ -1,4 +1,4 @@
-"""What can go wrong with the database. The driver, which is an extra, is not needed here."""
+"""Failures of the database. Does not import the driver, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 class DatabaseFailed(Exception):
     """The database cannot be reached, or refused a statement. The message is for the operator.
 
-    It never has the address of the database.
+    It never contains the address of the database.
 
     Attributes:
-        is_certain: The statement has done nothing. Otherwise it may have, or may still be running.
+        is_certain: The statement had no effect. Otherwise it may have had one, or may still be running.
     """
 
     def __init__(self, message: str, *, is_certain: bool = True) -> None:
@@ -18,8 +18,8 @@ class DatabaseFailed(Exception):
 
 
 class Conflict(DatabaseFailed):
-    """There is a row with this key already."""
+    """A row with this key exists already."""
 
 
 class DatabaseUnusable(DatabaseFailed):
-    """The database is of another program or version. Trying again does not help."""
+    """The database belongs to another program or version. Trying again does not help."""

@@ -1,16 +1,16 @@
 """A journal in PostgreSQL: the rows of one shard, which only the owner of its lease can append.
 
-A row is a frame, as segment files have them. All commits of a turn of the event loop become one row. A row,
-the check that the shard is still this owner's, and the check that the log ends where this owner has left it
-are one statement, and so one transaction and one round trip. A log that ends elsewhere has lost rows: an
-older copy of the database was restored, or a standby that was behind has taken over. Those before its end are
-counted now and then.
+A row is a frame, as in segment files. All commits of a turn of the event loop become one row. One statement,
+and so one transaction and one round trip, inserts a row and checks that the shard is still this owner's and
+that the log ends where this owner has left it. A log that ends elsewhere has lost rows: an older copy of the
+database was restored, or a standby that was behind has taken over. Missing rows before the end are found by
+counting the rows from time to time.
 
-If the connection breaks during a statement, it may still be running. It is then repeated, until it is known
-that the row is stored: the row has a number, so it can be stored once only, whichever attempt comes first. Or
-until another owner has come, before whom no attempt was successful: then no later one can be.
+If the connection breaks during a statement, it may still be running. It is then repeated until the row is
+known to be stored: the row has a number, so only one attempt can store it. Or until there is a later owner
+and no attempt has succeeded: then none can succeed any more.
 
-The database keeps what it has committed: a damaged row was damaged afterwards, and is never dropped.
+The database keeps what it has committed, so a damaged row was damaged afterwards. It is never dropped.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from service.logging import RareWarnings, get_logger
 
 _log = get_logger(__name__)
 
-# The lock, of a reader, is held until the commit: it conflicts with a change of owner.
+# The shared lock is held until the commit: it conflicts with a change of owner.
 APPEND: Final = """
     WITH mine AS (
         SELECT FROM quire.shards WHERE shard = $1 AND fence = $2
             AND greatest(first_seq - 1, (SELECT max(seq) FROM quire.log WHERE shard = $1)) = $3 - 1 FOR SHARE)
     INSERT INTO quire.log SELECT $1::int, $3::bigint, $4::bytea FROM mine RETURNING seq
 """
-# Whether a row is stored; and if not, whether it never will be. Whoever has a later fence has waited for all
-# attempts with this one, and rows before the first one that is needed may be dropped already.
+# Whether a row is stored; and if not, whether it never will be. An owner with a later fence has waited for
+# all attempts with this one, and may have dropped rows before the first one that is needed.
 OUTCOME: Final = """
     SELECT (SELECT data = $4 FROM quire.log WHERE shard = $1 AND seq = $3), fence > $2 AND first_seq <= $3
     FROM quire.shards WHERE shard = $1
@@ -49,15 +49,15 @@ OUTCOME: Final = """
 FIRST: Final = "SELECT first_seq FROM quire.shards WHERE shard = $1 AND fence = $2"
 ROWS: Final = "SELECT seq, data FROM quire.log WHERE shard = $1 AND seq >= $2 ORDER BY seq LIMIT $3"
 LAST: Final = "SELECT coalesce(max(seq), 0) FROM quire.log WHERE shard = $1"
-# How many of the rows there are that have to be.
+# How many of the required rows exist.
 COUNT: Final = "SELECT count(*) FROM quire.log WHERE shard = $1 AND seq >= $2 AND seq < $3"
-# Not if rows were lost: those that are there are all that there is.
+# Changes nothing if rows were lost: the remaining ones must be kept then.
 SET_FIRST: Final = """
     UPDATE quire.shards SET first_seq = greatest(first_seq, $3) WHERE shard = $1 AND fence = $2
         AND greatest(first_seq - 1, (SELECT max(seq) FROM quire.log WHERE shard = $1)) >= $4
     RETURNING 1
 """
-# Drops some rows that are not needed, whoever is the owner.
+# Drops a portion of the rows that are not needed, whoever is the owner.
 DROP: Final = """
     DELETE FROM quire.log WHERE shard = $1 AND seq = ANY (ARRAY(
         SELECT seq FROM quire.log WHERE shard = $1
@@ -71,15 +71,15 @@ _CLOSE_S: Final = 5.0
 # Pauses between attempts to store a row whose outcome is unknown.
 _FIRST_RETRY_S: Final = 0.05
 _MAX_RETRY_S: Final = 2.0
-# How often rows are counted at most, after commits; and as a multiple of the time that this takes.
+# The least time between two counts of rows, in seconds and as a multiple of the time that a count takes.
 _COUNT_S: Final = 5.0
 _COUNT_PAUSE: Final = 100
-# While the database cannot be reached, commits are refused without another attempt for so long.
+# After the database could not be reached, commits are refused for this long without another attempt.
 _REFUSED_S: Final = 0.2
 
 
 class PostgresJournal(StoredJournal):
-    """Owner of the connection `table`, and of the lease. `leases` can have those of other shards, too."""
+    """Owner of the connection `table` and of `lease`. `leases` may also renew leases of other shards."""
 
     def __init__(
         self, table: Table, leases: Leases, lease: Lease, compaction_bytes: int = COMPACTION_BYTES
@@ -89,7 +89,7 @@ class PostgresJournal(StoredJournal):
         self._table = table
         self._leases = leases
         self._lease = lease
-        # By the id of the shard, which it has for ever.
+        # From the lease id of the shard, which never changes.
         self._seed = seed_of(lease.lease_id.encode())
         self._first_seq = self._next_seq = self._mark_seq = 1
         self._queue: deque[bytes] = deque()
@@ -101,14 +101,14 @@ class PostgresJournal(StoredJournal):
     # Recovery.
 
     async def recover(self, apply: Apply) -> None:
-        """As `FileJournal`; other tasks run meanwhile. Has to be called before any commit.
+        """Applies all records, as `FileJournal`; other tasks run meanwhile. Must be called before any commit.
 
-        Raises JournalUnusable or DatabaseFailed: it is closed then.
+        Raises JournalUnusable or DatabaseFailed; then the journal is closed.
         """
         try:
             await self._recover(apply)
         except BaseException:
-            # Also if this is cancelled.
+            # After a cancellation, too.
             self.close()
             raise
 
@@ -156,7 +156,7 @@ class PostgresJournal(StoredJournal):
     # Commits.
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        """See `Journal.commit`. What is unknown when the ownership is lost ends with the core."""
+        """See `Journal.commit`. Commits of unknown outcome are never reported once the ownership is lost."""
         if self._lease.loss:
             on_committed(False)
         else:
@@ -164,13 +164,13 @@ class PostgresJournal(StoredJournal):
 
     def _store(self, payload: bytes, *, at_once: bool) -> bool | None:  # noqa: ARG002 - never at once
         self._queue.append(payload)
-        # After a loss the first commit that waits may be one of unknown outcome, which has no answer.
+        # After a loss the oldest commit may be one of unknown outcome, which is never reported.
         if not self._lease.loss and (self._writing is None or self._writing.done()):
             self._writing = asyncio.get_running_loop().create_task(self._write(), name="journal")
         return None
 
     async def _write(self) -> None:
-        """Writes what is queued."""
+        """Writes the queued payloads."""
         try:
             while self._queue:
                 payloads: list[bytes] = []
@@ -184,16 +184,16 @@ class PostgresJournal(StoredJournal):
         except OwnershipLost as lost:
             self._lease.lose(str(lost))
         except Exception:
-            # A bug, here or in the driver. The next owner finds out what is stored.
+            # A bug, here or in the driver. The next owner finds out which rows are stored.
             _log.exception("the journal cannot be written any more", shard=self._lease.shard)
             self._lease.lose("its journal failed")
 
     async def _append(self, payloads: list[bytes]) -> bool:
-        """Whether they are durable. Raises OwnershipLost if that is not known, and never will be."""
+        """Returns whether they are durable. Raises OwnershipLost if this will never be known."""
         if self._lease.loss or time.monotonic() < self._refused_until_s:
             return False
         row = seal(payloads, self._next_seq, time.time_ns(), self._seed)
-        # 0: there was no attempt whose outcome is unknown.
+        # 0: no attempt has an unknown outcome.
         pause_s = 0.0
         while True:
             try:
@@ -226,7 +226,7 @@ class PostgresJournal(StoredJournal):
             return False
 
     async def _outcome(self, row: bytes) -> bool | None:
-        """Whether an earlier attempt has stored it. None: it is not known. Raises DatabaseFailed."""
+        """Whether an earlier attempt has stored a row. None: not known yet. Raises DatabaseFailed."""
         lease = self._lease
         found = await self._table.fetch(OUTCOME, lease.shard, lease.fence, self._next_seq, row)
         is_there, is_final = found[0] if found else (None, False)
@@ -250,7 +250,7 @@ class PostgresJournal(StoredJournal):
         return f"the last row is {found} instead of {expected}: the database has lost rows. {RESTORED}"
 
     async def _count_rows(self) -> None:
-        """Notices rows that another program has removed before the last one, which recovery would miss."""
+        """Detects that another program has removed rows before the last one: recovery would not find them."""
         began_s, lease, expected = time.monotonic(), self._lease, self._next_seq - self._first_seq
         try:
             ((found,),) = await self._table.fetch(COUNT, lease.shard, self._first_seq, self._next_seq)
@@ -285,7 +285,7 @@ class PostgresJournal(StoredJournal):
     # The end.
 
     async def run(self) -> None:
-        """Renews the lease until cancelled; then writes what is queued, and gives the lease back.
+        """Renews the lease until cancelled; then writes the queued commits and gives the lease back.
 
         Raises OwnershipLost.
         """
@@ -308,14 +308,14 @@ class PostgresJournal(StoredJournal):
             self.close()
 
     async def _give_back(self) -> None:
-        # Also after a loss: callers wait for the outcome of what was sent before.
+        # After a loss, too: callers wait for the outcome of commits sent before.
         while self._writing is not None and not self._writing.done():
             await asyncio.wait({self._writing})
         if not self._lease.loss:
             await self._leases.give_back(self._lease)
 
     def close(self) -> None:
-        """Closes the connection. `run` has written what was queued."""
+        """Closes the connection. `run` has written the queued commits before."""
         self._closed = True
         if self._writing is not None:
             self._writing.cancel()

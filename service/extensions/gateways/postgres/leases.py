@@ -1,10 +1,10 @@
 """Who owns which shard: leases in a table of the database, by its clock.
 
-A gateway that wants a shard acquires its lease, if it is free or has expired. From then on the shard's
-journal takes records of this owner only: each append names the lease's `fence`, a number that grows with each
-owner, and checks it in its own transaction. So an earlier owner can never append, whatever its clock says.
-A fence is not lower than the time in quarters of seconds: neither it nor the epochs made of it are used again
-after an older copy of the database was restored.
+A gateway acquires the lease of a shard if it is free or has expired. From then on only this owner can append
+to the shard's journal: each append names the lease's `fence`, a number that grows with each owner, and its
+transaction checks it. So an earlier owner can never append, whatever its clock says. A fence is at least
+the Unix time in quarters of a second, so that after an older copy of the database was restored neither a
+fence nor the epochs derived from it are used again.
 
     leases = Leases(Database(url), owner="a name of this process", address="10.0.0.7:50051")
     lease = await leases.acquire(3)            # None: another one has it
@@ -15,11 +15,11 @@ after an older copy of the database was restored.
 
     await leases.watch(on_owners)              # for routing: the owners, whenever they have changed
 
-An owner answers for its shard only until `lease.valid_until_s`: afterwards another one may have it already.
+An owner answers calls for its shard only until `lease.valid_until_s`: then another one may have it.
 
-A process that is killed need not be waited for: its connection to the database ends with it. Whoever looks at
-the owners shortens leases whose last renewal came on a connection that is gone. So owners count on the short
-time only, and renew often; the long one is for connections that only seem to be there.
+A takeover need not wait for the full lease of a killed process, whose connection to the database ends with
+it: every query of the owners shortens leases whose last renewal came on a closed connection. So owners rely
+on the short time only, and renew often; the long one is for dead connections that are not closed yet.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from service.lease import FencedLease
 from service.logging import RareWarnings
 
 LEASE_S: Final = 10.0
-# What is left of a lease when the connection of its last renewal has ended, as a part of its time.
+# The part of its time that a lease keeps when the connection of its last renewal has closed.
 _SHORT_PART: Final = 0.3
-# That time for its owner, as a part of the time in the table: clocks may run at different rates.
+# The part of that time that its owner relies on: clocks may run at different rates.
 _OWNERS_PART: Final = 0.9
-# How often owners are looked up, for routing and to take over.
+# The interval of queries of the owners, for routing and takeovers.
 WATCH_S: Final = 0.5
 _SHORTEST_WATCH_S: Final = 0.05
 _LEASE_ID_BYTES: Final = 16
-# Epochs of workers that an owner can use: a lease of a worker takes one. With the fences of the next 60 years
-# they are less than 2**53, so that every client can read them.
+# log2 of the number of worker epochs that an owner can use: each lease of a worker takes one. With the fences
+# of the next 60 years epochs are below 2**53, so that every client can read them.
 _EPOCHS_BITS: Final = 20
-# What an operator can do when the database is not as a gateway has left it.
+# What an operator can do if rows were lost.
 RESTORED: Final = (
     "An older copy was restored, or a standby that was behind has taken over: stop all gateways and bring the"
     " newer data back; or start this one again, with the caches that the database has"
 )
 
-# All shards of a database are made at once, by whoever comes first.
+# The first gateway creates all shards of a database at once.
 _CREATE = """
     INSERT INTO quire.shards (shard, lease_id) SELECT * FROM unnest($1::int[], $2::text[])
     WHERE NOT EXISTS (SELECT 1 FROM quire.shards WHERE shard >= 0) ON CONFLICT DO NOTHING
@@ -78,7 +78,7 @@ _GIVE_BACK = """
     WHERE shard = $1 AND fence = $2 RETURNING 1
 """
 _FENCE = "SELECT fence FROM quire.shards WHERE shard = $1"
-# A number of a connection may be used again: then the lease ends by its own time.
+# If the number of a closed connection is used again, the lease just expires after its full time.
 _LIST = """
     WITH ended AS (
         UPDATE quire.shards
@@ -92,7 +92,7 @@ _LIST = """
 
 
 class Table(Protocol):
-    """The database, as `service.extensions.gateways.postgres.database.Database` has it."""
+    """The interface of `service.extensions.gateways.postgres.database.Database`."""
 
     async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
         """Runs a statement. Raises DatabaseFailed."""
@@ -105,12 +105,12 @@ class Table(Protocol):
 
 
 class Owned(NamedTuple):
-    """A shard in the table.
+    """The row of a shard.
 
     Attributes:
-        owner, address: Who has it, and the address at which it answers for it. Empty: nobody.
-        left_s: When the lease expires; 0 if it has.
-        has_lapsed: It has, and its owner has not given it back.
+        owner, address: Who has the shard, and at which address. Empty: nobody.
+        left_s: The time until the lease expires; 0 if it has.
+        has_lapsed: The lease has expired and was not given back.
     """
 
     shard: int
@@ -122,10 +122,10 @@ class Owned(NamedTuple):
 
 
 class Lease(FencedLease):
-    """A shard that this process owns. Changed by `Leases`, and by the journal, which may learn of its loss.
+    """The lease of a shard of this process. Changed by `Leases`, and by the journal if it notices a loss.
 
     Attributes:
-        fence: The number of this ownership. Those of later owners are greater.
+        fence: The number of this ownership. Later owners have greater ones.
     """
 
     def __init__(self, shard: int, fence: int, lease_id: str, valid_until_s: float) -> None:
@@ -133,18 +133,18 @@ class Lease(FencedLease):
         super().__init__(valid_until_s=valid_until_s, lease_id=lease_id, first_epoch=epochs)
         self.shard = shard
         self.fence = fence
-        # Why, once it is lost.
+        # Why the lease is lost. Empty: it is not.
         self.loss = ""
         self._lost = asyncio.Event()
 
     def lose(self, why: str) -> None:
-        """Notes that it is lost. `Leases.keep` ends."""
+        """Marks it as lost, which ends `Leases.keep`."""
         self.loss = self.loss or why
         self.valid_until_s = 0.0
         self._lost.set()
 
     async def wait_lost(self, timeout_s: float) -> None:
-        """Waits so long at most. Raises OwnershipLost if it is lost."""
+        """Waits for at most `timeout_s`. Raises OwnershipLost if it is lost."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._lost.wait()
@@ -157,9 +157,9 @@ class Leases:
     """The leases of one process. Methods raise DatabaseFailed unless documented otherwise."""
 
     def __init__(self, table: Table, owner: str, address: str, lease_s: float = LEASE_S) -> None:
-        """`owner`: a name of this process that no other has at the same time.
+        """`owner`: a name of this process that no other process has at the same time.
 
-        The next process with the same name need not wait until the leases of this one have expired.
+        The next process with this name need not wait until the leases of this one have expired.
         """
         self._table = table
         self._owner = owner
@@ -168,7 +168,7 @@ class Leases:
         self._warn = RareWarnings(__name__)
 
     async def owners(self) -> list[Owned]:
-        """All shards. Shortens the leases of those that have lost their connections."""
+        """Returns all shards. Shortens the leases of owners whose connections have closed."""
         rows = await self._table.fetch(_LIST, _SHORT_PART * self._lease_s)
         return [
             Owned(shard, fence, owner, address, left_s)
@@ -178,7 +178,7 @@ class Leases:
         ]
 
     async def create(self, shards: int) -> int:
-        """Makes so many shards, unless there are some. Returns how many there are."""
+        """Creates this number of shards unless there are some already. Returns how many there are."""
         lease_ids = [secrets.token_hex(_LEASE_ID_BYTES) for _ in range(shards)]
         await self._table.fetch(_CREATE, [*range(shards)], lease_ids)
         ((count,),) = await self._table.fetch(_COUNT)
@@ -202,12 +202,12 @@ class Leases:
             lease.valid_until_s = self._valid_until_s(asked_at_s)
 
     async def renew_if_due(self, lease: Lease) -> None:
-        """Renews it if most of its time has passed: during long work, before it is kept."""
+        """Renews it if most of its time has passed. For long work before `keep` runs."""
         if self._valid_until_s(time.monotonic()) - lease.valid_until_s > _SHORT_PART * self._lease_s / 3:
             await self.renew(lease)
 
     async def let_owners_renew(self) -> None:
-        """Waits for as long as that takes after the database was away, when leases may have ended."""
+        """Waits until owners could renew leases that expired while the database was unreachable."""
         await asyncio.sleep(_SHORT_PART * self._lease_s)
 
     def _valid_until_s(self, asked_at_s: float) -> float:
@@ -216,7 +216,7 @@ class Leases:
     async def keep(self, lease: Lease) -> None:
         """Renews it until cancelled. Raises OwnershipLost.
 
-        While the database is away the lease is not lost, but may become invalid.
+        While the database is unreachable the lease is not lost, but may become invalid.
         """
         every_s = _SHORT_PART * self._lease_s / 3
         while True:
@@ -225,19 +225,19 @@ class Leases:
                 await self.renew(lease)
             except DatabaseFailed as error:
                 self._warn("leases of shards cannot be read or renewed", error)
-            # From when it was asked: a slow answer makes the next one no later.
+            # Measured from the request, so that a slow answer does not delay the next renewal.
             await lease.wait_lost(max(0.0, next_at_s - time.monotonic()))
 
     async def give_back(self, lease: Lease) -> None:
-        """Frees the shard for others at once. Nothing can be appended with the lease afterwards."""
+        """Frees the shard for others at once. Nothing can be appended with this lease afterwards."""
         lease.lose("it was given back")
         await self._table.fetch(_GIVE_BACK, lease.shard, lease.fence)
 
     async def watch(self, on_owners: Callable[[Sequence[Owned]], None]) -> None:
-        """Calls `on_owners` at first and whenever owners have changed, until cancelled.
+        """Calls `on_owners` now and whenever owners have changed, until cancelled.
 
-        While the database is away the owners are those that were seen last. When it is back, leases may have
-        ended that nobody could renew. Their owners get the time to, before anybody takes these shards.
+        While the database is unreachable the last known owners remain. When it is back, leases may have
+        expired that could not be renewed: their owners get time to renew before anybody takes their shards.
         """
         seen: list[tuple[int, int, str, str]] | None = None
         was_away = False
@@ -253,7 +253,7 @@ class Leases:
                 if found != seen:
                     seen = found
                     on_owners(owners)
-                # What is free soon is looked at then.
+                # Query again when the next lease expires.
                 pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
             except DatabaseFailed as error:
                 self._warn("leases of shards cannot be read or renewed", error)
@@ -262,7 +262,7 @@ class Leases:
 
 
 async def why_lost(table: Table, lease: Lease) -> str:
-    """Why statements that name a lease find nothing. Empty: it is still there. Raises DatabaseFailed."""
+    """Why statements that name a lease find no row. Empty: it is still valid. Raises DatabaseFailed."""
     rows = await table.fetch(_FENCE, lease.shard)
     fence = int(rows[0][0]) if rows else 0
     if fence > lease.fence:

@@ -1,7 +1,7 @@
-"""The tables, in a schema `quire` of their own.
+"""The tables, in the schema `quire`.
 
-`version` says which tables these are. `shards` has a row for each shard: its owner, and what only the owner
-may change. `log` has the frames of the shards' journals, as `service/journal/encoding.py` seals them.
+`version` has the version of the tables. `shards` has a row for each shard: its owner, and values that only
+the owner may change. `log` has the frames of the shards' journals, made by `service/journal/encoding.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from service.extensions.gateways.postgres.errors import DatabaseUnusable
 
-# 1 and 2 were of versions before the first release.
+# 1 and 2 were used before the first release.
 VERSION: Final = 3
 _TABLES: Final = """
     CREATE SCHEMA IF NOT EXISTS quire;
@@ -37,17 +37,17 @@ _TABLES: Final = """
     -- Its row is locked with each commit and renewed every few seconds.
     ALTER TABLE quire.shards SET (fillfactor = 10, autovacuum_vacuum_threshold = 500);
 """
-# Of programs that create them at the same time. "Quire".
+# Advisory lock of programs that create the tables at the same time: "Quire".
 _LOCK: Final = 0x5175697265
 
 
 async def create_tables(connection: Any) -> None:
-    """Creates the tables unless they are there. Raises DatabaseUnusable, and what the driver raises."""
+    """Creates the tables if they are missing. Raises DatabaseUnusable, and exceptions of the driver."""
     if await _version(connection) == VERSION:
         return
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
-        # Another one may have been first.
+        # Another program may have created them meanwhile.
         version = await _version(connection)
         if version == 0:
             await connection.execute(_TABLES)
@@ -65,5 +65,5 @@ async def _version(connection: Any) -> int:
     exists = "SELECT count(*) FROM pg_catalog.pg_tables WHERE schemaname = 'quire' AND tablename = 'version'"
     if not await connection.fetchval(exists):
         return 0
-    # Without a row, as a backup may leave it, it is unknown.
+    # A backup may have restored the table without its row: then the version is unknown.
     return int(await connection.fetchval("SELECT coalesce(max(version), -1) FROM quire.version"))
