@@ -18,7 +18,6 @@ _GENERATED = (
     "clients/python/quire/client.py",
     "clients/python/quire/_caches.py",
     "clients/python/quire/_server.py",
-    "clients/python/quire/_server.py",
     "clients/node/src/gen",
 )
 _NOT_OURS = ("build", "dist", "node_modules", "__pycache__")
