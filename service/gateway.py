@@ -279,6 +279,8 @@ class Gateway:
         """Ends after a failure: refuses new calls, and tells those in flight, which nobody will answer."""
         self.state.draining = True
         self.health.on_change()
+        # Executions end first, or their samples would fail. The next gateway resumes kept ones.
+        await self.runner.executions.drain(0)
         self.core.dispatcher.start_draining()
         self.core.dispatcher.close(Draining)
         await self._refuse_waiting_calls()

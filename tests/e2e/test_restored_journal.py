@@ -11,7 +11,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from quire.v1 import executor_pb2
+from google.protobuf import duration_pb2
+from quire.v1 import executor_pb2, runner_pb2
 
 from service.journal.segments import JOURNAL
 from tests.e2e import greedy
@@ -112,15 +113,23 @@ def test_calls_in_flight_are_told_that_the_gateway_ends(tmp_path: Path) -> None:
             worker.suspend()
         request = executor_pb2.DecodeRequest(cache_id=text.cache_id, token_id=1, position=len(text.prompt))
         decode = gateway.stub.Decode.future(request, timeout=60)
-        gateway.wait_until_in_flight(1)
+        prompt = runner_pb2.TokenPrompt(token_ids=[1, 2])
+        item = runner_pb2.ExecuteItem(item_id="a", tokens=prompt, max_tokens=2)
+        keep = duration_pb2.Duration(seconds=60)
+        execution = gateway.runner.Execute(
+            runner_pb2.ExecuteRequest(request_id="kept", items=[item], keep=keep), timeout=60
+        )
+        gateway.wait_until_in_flight(2)
         (segment,) = (tmp_path / JOURNAL).glob("*.log")
         os.truncate(segment, segment.stat().st_size - 1)
         with pytest.raises(grpc.RpcError):
             other.release()
         with pytest.raises(grpc.RpcError) as refused:
             decode.result()
-        assert (refused.value.code(), info_of(refused.value).reason) == (
-            grpc.StatusCode.UNAVAILABLE,
-            "DRAINING",
-        )
+        expected = grpc.StatusCode.UNAVAILABLE, "DRAINING"
+        assert (refused.value.code(), info_of(refused.value).reason) == expected
+        # The stream ends, and not its sample: the next gateway can go on with it.
+        with pytest.raises(grpc.RpcError) as broken:
+            assert not [chunk for response in execution for chunk in response.chunks]
+        assert (broken.value.code(), info_of(broken.value).reason) == expected
         assert gateway.process.wait(60) == 1
