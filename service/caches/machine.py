@@ -15,6 +15,7 @@ if it is lost, it is replayed when it is next needed.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.errors import GatewayUnavailable, QuireError, WeightsChanged, WorkerLost
+from service.lease import Lease
 
 
 class CacheMachine(OperationQueues):
@@ -295,6 +297,8 @@ class CacheMachine(OperationQueues):
             is_unknown = operation.state is COMMITTING
             self._finish([(operation, GatewayUnavailable() if is_unknown else refusal())])
         self.admission.remove(entries)
+        # Nothing begins any more, not even what is always admitted.
+        self.admission.lease = Lease(valid_until_s=-math.inf)
 
     # State.
 
