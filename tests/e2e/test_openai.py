@@ -108,6 +108,9 @@ def test_completions_of_several_prompts(gateway: HttpGateway, client: Any) -> No
     assert found == texts
     one = client.completions.create(model="talker", prompt="a", temperature=0)
     assert one.usage is not None and one.usage.completion_tokens == 16, "the default of OpenAI's API"
+    for unnamed in (openai.omit, ""):
+        same = client.completions.create(model=unnamed, prompt="a", temperature=0)
+        assert (same.model, same.choices) == (one.model, one.choices)
 
 
 def test_samples_depend_on_seeds_and_end_at_stop_texts(client: Any) -> None:

@@ -174,7 +174,7 @@ def score(fields: Fields, models: Models) -> EmbeddingRequest:
 
 def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:
     """What all routes have: the Embed without its inputs, the model's name, and a prompt's most tokens."""
-    model = models.resolve(fields.required("model"), needs_text=False)
+    model = models.resolve(fields.get("model", string), needs_text=False)
     if not model.is_local:
         raise unsupported("model", "a provider's models make no embeddings here")
     embed = runner_pb2.EmbedRequest(
