@@ -184,7 +184,7 @@ def test_logprobs(client: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice", "bad_tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "bad_field"),
         ({"temprature": 1}, "temprature", "unknown_field"),
-        ({"model": None}, "model", "bad_field"),
+        ({"model": ["talker"]}, "model", "bad_field"),
     ],
 )
 def test_invalid_requests_are_refused(client: Any, settings: dict[str, Any], param: str, code: str) -> None:
