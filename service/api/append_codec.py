@@ -47,7 +47,7 @@ _LOGIT_BYTES = 4
 _SAMPLES_PER_ROW = 16
 # The largest Timestamp: the end of the year 9999.
 _MAX_TIMESTAMP_S = 253_402_300_799
-# The options of an append with one output, for its last token, as workers choose it.
+# The options of an append with one output, for its last token, and all defaults.
 _NEXT_TOKEN = worker_pb2.ForwardOptions(rows=1).SerializeToString(deterministic=True)
 PRIORITIES = {
     types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
@@ -61,7 +61,7 @@ PRIORITIES = {
 
 
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
-    """A Prefill. Raises InvalidArgument, and AdapterNotFound or Unsupported for an adapter."""
+    """Translates a Prefill. Raises InvalidArgument, and AdapterNotFound or Unsupported for an adapter."""
     validation.check_creation(request)
     validation.check_tokens(request.token_ids, limits)
     validation.check_sample_seeds(len(request.sample_seeds))
@@ -84,7 +84,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
 
 
 def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
-    """A Decode. Raises InvalidArgument."""
+    """Translates a Decode. Raises InvalidArgument."""
     # This runs for each token, so valid fields cause no function calls, and each is read once.
     cache_id, token_id, priority = request.cache_id, request.token_id, PRIORITIES.get(request.priority)
     if not cache_id:
@@ -97,7 +97,7 @@ def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s
     if request.HasField("output") or priority is None:
         options = worker_pb2.ForwardOptions(rows=1)
         return _append(request, limits, timeout_s, options, kind=AppendKind.DECODE, token_ids=token_ids)
-    # Only the next token is wanted: the same, in a fifth of the time.
+    # Only the next token is requested: the same result as below, in a fifth of the time.
     return Append(
         DECODE,
         cache_id,
@@ -114,7 +114,7 @@ def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s
 def verify(
     request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits, timeout_s: float | None
 ) -> Append:
-    """A ForwardVerify: one output per token. Raises InvalidArgument."""
+    """Translates a ForwardVerify: one output per token. Raises InvalidArgument."""
     validation.check_cache_id(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_accept(request)
@@ -134,7 +134,7 @@ def verify(
 def unified_item(
     item: executor_pb2.UnifiedForwardItem, limits: RequestLimits, timeout_s: float | None
 ) -> Append:
-    """An item of a UnifiedForward: a decode, a prefill, or a chunk of one. Raises InvalidArgument."""
+    """Translates an item of a UnifiedForward: a decode, a prefill or a chunk. Raises InvalidArgument."""
     validation.check_tokens(item.token_ids, limits)
     is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
     is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1
@@ -152,7 +152,7 @@ def unified_item(
 
 
 def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
-    """A Forward: outputs from one token on, without a cache. Raises InvalidArgument."""
+    """Translates a Forward: outputs from one token on, without a cache. Raises InvalidArgument."""
     validation.check_tokens(request.token_ids, limits)
     validation.check_cache_salt(request.cache_salt)
     scored = validation.check_scored(request.score_from, len(request.token_ids))
@@ -181,9 +181,9 @@ def last_row(output: types_pb2.OutputOptions, end_token_ids: Sequence[int] = ())
 def sampled_rows(
     output: types_pb2.OutputOptions, rows: int, masks: Sequence[bytes] = (), draft_tokens: int = 0
 ) -> bytes:
-    """Options of an append of a token and its draft, with an output for each: see VERIFY_ACCEPT_SAMPLED.
+    """Options of an append of a token and its draft, with an output for each. See VERIFY_ACCEPT_SAMPLED.
 
-    `masks`: one for each row, packed, or none. `draft_tokens`: how many a draft model drafts behind them.
+    `masks`: a packed one for each row, or none. `draft_tokens`: how many tokens a draft model adds.
     """
     options = worker_pb2.ForwardOptions(rows=rows, output=output, draft_tokens=draft_tokens)
     if rows > 1:
@@ -194,7 +194,7 @@ def sampled_rows(
 
 
 def serialized(options: worker_pb2.ForwardOptions) -> bytes:
-    """The options as they are sent to the worker. Equal options give equal bytes, because maps are sorted."""
+    """The options as they are sent to the worker. Equal options have equal bytes, because maps are sorted."""
     return options.SerializeToString(deterministic=True)
 
 
@@ -205,7 +205,7 @@ def _append(
     options: worker_pb2.ForwardOptions,
     **rest: Any,
 ) -> Append:
-    """Fills the common fields. `options` have no output yet. `rest` are the fields of one kind of request."""
+    """Fills the common fields. `options` have no output yet. `rest`: the fields of one kind of request."""
     cache_id, position, takes_mean = "", None, True
     if not isinstance(request, executor_pb2.ForwardRequest):
         cache_id, takes_mean = request.cache_id, False
@@ -258,7 +258,7 @@ def _worker_bytes(options: worker_pb2.ForwardOptions, limits: RequestLimits) -> 
 
 
 def _packed(token_ids: Sequence[int]) -> array[int]:
-    """Tokens at 4 bytes each. In a list of ints a token takes 36."""
+    """Packs tokens at 4 bytes each. In a list of ints a token takes 36."""
     return array("I", token_ids)
 
 
@@ -266,7 +266,7 @@ def _packed(token_ids: Sequence[int]) -> array[int]:
 
 
 def held_bytes(requests: Sequence[Request | QuireError]) -> int:
-    """An upper estimate of the memory for the answers, and of the memory in workers beyond the requests."""
+    """An upper estimate of the memory for the answers, and in workers beyond the requests."""
     answer_bytes = worker_bytes = 0
     for one in requests:
         if isinstance(one, Append):
@@ -276,17 +276,17 @@ def held_bytes(requests: Sequence[Request | QuireError]) -> int:
             answer_bytes += validation.forked_bytes(one.count)
         elif isinstance(one, QuireError):
             answer_bytes += validation.ANSWER_BYTES
-    # As `in_memory`: this runs for each token.
+    # `in_memory`, inlined: this runs for each token.
     return (answer_bytes if answer_bytes <= SMALL_BYTES else COPIES * answer_bytes) + worker_bytes
 
 
 def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:
-    """A decode's answer. A chunk of a UnifiedForward that is not the final one has no output."""
+    """Writes a decode's answer. A chunk of a UnifiedForward has no output unless it is the last one."""
     done = result.answer
     assert result.cache_id
     write_handle(result, into.kv_cache)
     if isinstance(done, DecodeDone):
-        # As `decode_answer`, without its messages.
+        # As for other answers below, but from a plain tuple instead of a message.
         timing = into.timing
         _, into.output.token_id, timing.queue_ns, timing.compute_ns, timing.batch_items = done
         timing.steps = 1
@@ -304,21 +304,21 @@ def write_prefill(
     result: Appended,
     into: executor_pb2.PrefillResponse | executor_pb2.UnifiedForwardItemResponse,
 ) -> None:
-    """A prefill's answer: a decode's, and the number of reused tokens."""
+    """Writes a prefill's answer: as a decode's, with the number of reused tokens."""
     write_decode(request, result, into)
     if not isinstance(result.answer, DecodeDone):
         into.reused_tokens = done_of(result).reused_tokens
 
 
 def write_scored_prefill(request: Append, result: Appended, into: executor_pb2.PrefillResponse) -> None:
-    """A prefill's answer, with the scores of its tokens and further samples."""
+    """Writes a prefill's answer, with the scores of its tokens and further samples."""
     write_prefill(request, result, into)
     into.samples.extend(done_of(result).samples)
     _write_scores(done_of(result), into)
 
 
 def write_verify(_request: Append, result: Appended, into: executor_pb2.ForwardVerifyResponse) -> None:
-    """A verify's answer. The first token of a verify is not a draft."""
+    """Writes a verify's answer. The first token of a verify is not a draft."""
     done = done_of(result)
     assert result.cache_id
     write_handle(result, into.kv_cache)
@@ -331,7 +331,7 @@ def write_verify(_request: Append, result: Appended, into: executor_pb2.ForwardV
 
 
 def write_score(_request: Append, result: Appended, into: executor_pb2.ForwardResponse) -> None:
-    """A scoring's answer."""
+    """Writes a scoring's answer."""
     done = done_of(result)
     into.outputs.extend(done.outputs)
     _write_scores(done, into)
@@ -341,12 +341,12 @@ def write_score(_request: Append, result: Appended, into: executor_pb2.ForwardRe
 
 
 def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
-    """A handle. The state machine uses the monotonic clock; callers get wall-clock time."""
+    """Writes a handle. The state machine uses the monotonic clock; callers get wall-clock time."""
     into.cache_id = handle.cache_id
     into.seq_len = handle.seq_len
     into.epoch = handle.epoch
     into.worker_id = handle.worker_id
-    # To set a field to its default takes time, too.
+    # Setting a field to its default would take time, too.
     if handle.weights:
         into.weights_version = handle.weights
     if handle.adapter:

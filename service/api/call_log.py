@@ -1,6 +1,6 @@
-"""Logs calls: those that failed or were cancelled, and at the level debug all others; and counts refusals.
+"""Logs calls that failed or were cancelled, at level debug all others; and counts refusals.
 
-Lines of failures have a rate limit, so that a flood does not fill the log.
+Log lines of failures have a rate limit, so that a flood does not fill the log.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _MAX_PER_S = 50
 
 
 class CallLog:
-    """Owner of the rate limit. Lines beyond it are counted, and the next one has their number."""
+    """Owner of the rate limit. Suppressed lines are counted, and the next line has their number."""
 
     def __init__(self, config: Config) -> None:
-        # By reason.
+        # The number of refusals by reason.
         self.refusals: Counter[str] = Counter()
-        # Whether calls that succeed can have a line.
+        # Whether calls that succeed are logged.
         self.has_successes = config.log_level == "debug"
         self._second_s = 0.0
         self._lines = 0
         self._suppressed = 0
 
     def _failed(self, event: str, **values: object) -> None:
-        """Writes a line, or counts it."""
+        """Writes a log line, or counts it as suppressed."""
         now_s = time.monotonic()
         if now_s - self._second_s >= 1:
             self._second_s, self._lines = now_s, 0
@@ -55,17 +55,17 @@ class CallLog:
         )
 
     def count(self, failure: QuireError) -> None:
-        """Counts a refusal without a log line: a call of a Session, whose stream continues."""
+        """Counts a refusal without a log line. For calls of a Session, whose stream continues."""
         self.refusals[failure.reason] += 1
 
     def cancelled(self, rpc: str, duration_ms: float) -> None:
         self._failed("call cancelled", rpc=rpc, code="CANCELLED", duration_ms=duration_ms)
 
     def done(self, rpc: str, began_s: float) -> None:
-        """A call has succeeded. `began_s` is of the monotonic clock."""
+        """Logs a call that succeeded. `began_s`: on the monotonic clock."""
         _log.debug("call done", rpc=rpc, code="OK", duration_ms=elapsed_ms(began_s))
 
 
 def elapsed_ms(began_s: float) -> float:
-    """The time since then on the monotonic clock, rounded for the log."""
+    """The time since `began_s` on the monotonic clock in milliseconds, rounded for the log."""
     return round((time.monotonic() - began_s) * 1000, 3)

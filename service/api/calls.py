@@ -1,4 +1,4 @@
-"""Describes each data call once: its request, its check, and how its result is written.
+"""The table of data calls: for each, its request, its check, and how its result is written.
 
 `ExecutorApi` (one line per call) and `Session` (all calls on one stream) use this table. The names of the
 messages follow from the call's name, as everywhere in the protos (`DecodeRequest`, `DecodeResponse`;
@@ -34,16 +34,16 @@ from service.caches.requests import (
 from service.errors import InvalidArgument, QuireError
 
 Outcome: TypeAlias = Result | QuireError
-# Any: the message types differ by call, and only the table below knows them.
+# Any: the message types differ by call. Only the table below has them.
 Check: TypeAlias = Callable[[Any, RequestLimits, float | None], Any]
 Write: TypeAlias = Callable[[Any, Any, Any], None]
 
 
 class Call:
-    """One call of the service. `check` raises a QuireError for an invalid request.
+    """A call of the service. `check` raises a QuireError for an invalid request.
 
-    A batch has many appends, each with its own outcome: one that fails does not affect the others. `check`
-    and `write` of a batch are those of one item.
+    A batch has many appends, each with its own outcome: one that fails does not affect the others. For a
+    batch, `check` and `write` are for a single item.
     """
 
     def __init__(self, method: str, check: Check, write: Write, *, is_batch: bool = False) -> None:
@@ -56,11 +56,11 @@ class Call:
     async def check_items(
         self, batch: Any, limits: RequestLimits, timeout_s: float | None
     ) -> list[Append | QuireError]:
-        """One append, or error, per item of a batch. Yields to the event loop while it checks many items."""
+        """Returns an append or error for each item of a batch. Yields to the event loop if it takes long."""
         items = batch.items
         validation.check_batch(items, limits)
         time_slice = TimeSlice()
-        # A scoring has no cache, so it is never a duplicate.
+        # Scorings have no cache, so they are never duplicates.
         names = [getattr(item, "cache_id", "") for item in items]
         repeated: set[str] = set()
         if len(set(names)) < len(names):
@@ -92,7 +92,7 @@ class Call:
     def write_items(
         self, requests: Sequence[object], outcomes: Sequence[Outcome], request_id: str, into: Any
     ) -> None:
-        """Writes the answer to a batch. `outcomes` has one for each of `requests` that is not an error."""
+        """Writes the answer to a batch. `outcomes`: one for each of `requests` that is not an error."""
         remaining = iter(outcomes)
         for one in requests:
             result = into.results.add()
@@ -104,9 +104,9 @@ class Call:
 
 
 def start_weight(requests: Sequence[Request | QuireError]) -> int:
-    """The cost of starting these, in units of a request for one cache.
+    """The cost of starting requests, in units of a request for one cache.
 
-    A fork counts each cache that it copies, makes or releases: releasing one cancels its other requests.
+    A fork counts each cache that it copies, creates or releases: releasing one cancels its other requests.
     """
     weight = len(requests)
     for one in requests:
@@ -195,7 +195,7 @@ CALLS = {
         Call("RenewCache", _renew, _write_cache),
     )
 }
-# The ids in a request, by call. All others have one `cache_id`.
+# The cache ids in a request, by call. All other calls have one `cache_id`.
 _IDS: dict[str, Callable[[Any], Iterable[str]]] = {
     "Forward": lambda _: (),
     "BatchForward": lambda _: (),
@@ -209,6 +209,6 @@ _IDS: dict[str, Callable[[Any], Iterable[str]]] = {
 
 
 def ids_in(method: str, request: Any) -> Iterable[str]:
-    """The caches that a request names; empty for a new one."""
+    """The ids of caches that a request names. Empty for a new cache."""
     ids = _IDS.get(method)
     return (request.cache_id,) if ids is None else ids(request)

@@ -1,4 +1,4 @@
-"""ModelExecutorService: the data calls, which `calls` describes, and the read-only calls.
+"""ModelExecutorService: the data calls, which are defined in `calls`, and the read-only calls.
 
 Errors are raised as QuireError. The call interceptor turns them into a status.
 """
@@ -37,7 +37,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ExecutorApi:
-    """The data calls and the read-only calls."""
+    """Handles the data calls and the read-only calls."""
 
     def __init__(
         self, dispatcher: Dispatcher, state: ServerState, pool: Supervisor, adapters: Adapters
@@ -50,7 +50,7 @@ class ExecutorApi:
         self._version = metadata.version("quire-llm-server")
         # Set if there are several gateways.
         self.other_shards: OtherShards | None = None
-        # What they answer for this shard alone.
+        # The answers of read-only calls for this shard alone.
         self._readers: dict[str, Callable[[Any, Context], Awaitable[Any]]] = {
             "ListCaches": self._list_here,
             "GetStatus": self._status_here,
@@ -59,7 +59,7 @@ class ExecutorApi:
         }
 
     def run_here(self, method: str, request: Any, context: Any) -> Awaitable[Any]:
-        """The answer to a call for caches of this shard."""
+        """Answers a call for caches of this shard."""
         if method in self._readers:
             return self._readers[method](request, context)
         return self._run(CALLS[method], request, context, is_here=True)
@@ -120,7 +120,7 @@ class ExecutorApi:
             self._sessions.discard(session)
 
     def end_sessions(self) -> None:
-        """Lets no Session start another call. Each ends when its calls are answered."""
+        """Stops all Sessions from starting calls. Each ends when its calls are answered."""
         for session in self._sessions:
             session.drain()
 
@@ -158,7 +158,7 @@ class ExecutorApi:
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
         wants_template = request.include_chat_template and ready.chat_template.sources
         chat_template = ready.chat_template if wants_template else None
-        # An upper estimate: special tokens are always sent, and twice with a template.
+        # An upper estimate: special tokens are sent always, and twice with a template.
         template_bytes = ready.chat_template.ByteSize() * (2 if wants_template else 1)
         size_bytes = in_memory(len(tokenizer_json) + template_bytes)
         self._state.budgets.of(current_tenant()).answers.take_until_done(size_bytes, context)
@@ -183,7 +183,7 @@ class ExecutorApi:
         response.limits.max_wait.CopyFrom(_duration(config.max_wait_s))
         response.limits.message_timeout.CopyFrom(_duration(config.message_timeout_s))
         with contextlib.suppress(NoWorker):
-            # What is known without a worker is a better answer than a failure.
+            # Without a worker, an answer with what is known is better than a failure.
             await self._state.first_worker(context.time_remaining(), of_recovered=False)
             ready = self._state.first_ready
             response.executor.CopyFrom(ready.executor)
@@ -191,7 +191,7 @@ class ExecutorApi:
         return response
 
     async def _observe(self, method: str, request: Any, context: Context) -> Any:
-        """What all shards of this gateway say."""
+        """The answer of a read-only call for all shards of this gateway."""
         response = await self._readers[method](request, context)
         if self.other_shards is not None:
             await self.other_shards.observe(method, request, context, response)

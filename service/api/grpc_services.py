@@ -1,4 +1,4 @@
-"""The server of gRPC, and its standard services: health and reflection."""
+"""The gRPC server, and gRPC's standard services: health and reflection."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from service.api.server_state import ServerState
 from service.auth.connections import server_options
 from service.config import Config
 
-# Any: its type stubs lag behind its messages.
+# Any: the type stubs lack some of its messages.
 _pb: Any = health_pb2
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def new_server(config: Config, interceptor: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
-    """A server without ports and services."""
+    """Creates a server without ports and services."""
     server = grpc.aio.server(interceptors=[interceptor], options=server_options(config))
     # The stubs register each method twice. For methods registered by name, grpcio's asyncio server waits
     # for one task per method with every call: with 35 methods, a quarter of the Python calls of a Decode.
@@ -32,7 +32,7 @@ def new_server(config: Config, interceptor: grpc.aio.ServerInterceptor) -> grpc.
 class HealthApi(health_pb2_grpc.HealthServicer):
     """Health checks, which need no token. All services have the same status.
 
-    Not the library's service: a client that does not read its Watch would keep all others from a new status.
+    Not the library's service: there, a client that does not read its Watch blocks the updates of all others.
     """
 
     def __init__(self, names: Sequence[str], state: ServerState) -> None:
@@ -41,7 +41,7 @@ class HealthApi(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def on_change(self) -> None:
-        """The state may have changed."""
+        """Must be called when the state may have changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -69,7 +69,7 @@ class HealthApi(health_pb2_grpc.HealthServicer):
 
 
 def methods_of(*protos: Any) -> dict[str, Any]:
-    """The descriptors of all methods in generated modules, by the names that a call has for them."""
+    """The descriptors of all methods in generated modules, by their full names in calls."""
     return {
         f"/{service.full_name}/{method.name}": method
         for proto in protos
@@ -79,5 +79,5 @@ def methods_of(*protos: Any) -> dict[str, Any]:
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Makes `service_names` and their messages discoverable, by reflection v1alpha: the library has no v1."""
+    """Adds reflection for `service_names` and their messages. v1alpha: the library has no v1."""
     reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), server)

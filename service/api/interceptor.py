@@ -35,16 +35,16 @@ _PREFIX = "/quire.v1."
 # The longest method name in the log. An unauthenticated caller may send any name.
 _MAX_LOGGED_CHARS = 64
 REQUEST_ID_METADATA = "x-request-id"
-# gRPC cancels within milliseconds. If it takes longer, the log calls the call failed, and not cancelled.
+# gRPC cancels within milliseconds. If it takes longer, the call is logged as failed instead of cancelled.
 _LEAVING_S = 1.0
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
-# Returns its answer, or writes a stream of answers itself.
+# Returns the answer of a call, or writes a stream of answers itself.
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 Observing: TypeAlias = Callable[[str, Behaviour], Behaviour]
-# Returns the argument of a behaviour: a request or a stream of requests; or why the call is refused.
+# Returns the argument of a behaviour: a request or a stream of requests; or the error that refuses the call.
 Receive: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -59,7 +59,7 @@ _SHAPES = {
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of all calls. For health and reflection it only reads the request."""
+    """Wraps the handlers of all calls. For health and reflection, only reads the request."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         authenticator: Authenticator | None = None,
         observing: Sequence[Observing] = (),
     ) -> None:
-        """`observing`: wrap the behaviour of each method once more, to count its calls or to trace them."""
+        """`observing`: further wrappers of each method's behaviour, to count or trace its calls."""
         self._observing = observing
         self._state = state
         self._receiver = state.receiver
@@ -87,7 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
-        # None for an unknown method, although the stubs do not say so.
+        # None for an unknown method, unlike in the type stubs.
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -117,7 +117,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return make(behaviour, deserializer, serializer)
 
     def refusing_handler(self, method: str, error: QuireError) -> Handler:
-        """A handler that ends a call of any shape without reading its request."""
+        """A handler that refuses a call of any shape without reading its request."""
 
         async def refuse(_messages: Any, _context: Context) -> QuireError:
             return error
@@ -131,7 +131,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return behaviour
 
     def _third_party_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
-        """A behaviour of another library's service, which handles its own errors."""
+        """Wraps a behaviour of another library's service, which handles its own errors."""
         rpc = _name(method)
 
         async def handle(messages: Any, context: Context) -> Any:
@@ -175,7 +175,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 return response
             call_log.refused(rpc, failure, elapsed_ms(started_s))
             end = _abort_arguments(failure, request_id)
-            # grpc keeps the exception of an abort, and so this frame, in a cycle until the next collection.
+            # grpc keeps the exception of an abort in a reference cycle, and with it this frame.
             del messages, request, failure
             await context.abort(*end)
 
@@ -183,10 +183,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _AwaitableFunction(functools.partial[Any]):
-    """A coroutine function that grpc recognises faster.
+    """A coroutine function that grpc recognises as such faster.
 
-    grpc checks twice per call whether the handler is awaitable, and only if not, through five functions of
-    `inspect`, whether it is a coroutine function. It handles both in the same way.
+    Twice per call, grpc checks whether the handler is awaitable; if not, it checks by five functions of
+    `inspect` whether it is a coroutine function. It handles both in the same way.
     """
 
     def __await__(self) -> Any:
@@ -198,7 +198,7 @@ async def _unreachable(_request: Any, _context: Context) -> None:
 
 
 def _receive_authenticated(method: str, receive: Receive, authenticator: Authenticator) -> Receive:
-    """Authenticates a call without a token by its certificate, before its request is read."""
+    """Authenticates a call without a token by its certificate before reading its request."""
 
     async def authenticate_and_receive(messages: Any, context: Context) -> Any:
         if current_tenant() is None:
@@ -216,7 +216,7 @@ def _name(method: str) -> str:
 
 
 def _failure_of(error: BaseException, rpc: str) -> QuireError:
-    """The error that the caller gets for an exception. Raises again what is not a failure."""
+    """The error that the caller gets for an exception. Reraises exceptions that are no failures."""
     if isinstance(error, QuireError):
         return error.without_traceback()
     if isinstance(error, NOT_FAILURES):
@@ -231,7 +231,7 @@ def _abort_arguments(
     status = rpc_status.to_status(to_status(failure, request_id))
     metadata = [*status.trailing_metadata]
     if failure.code == "UNAVAILABLE":
-        # For gRPC's own retries: after which delay to retry, or not to retry (-1).
+        # For gRPC's own retries: the delay before a retry, or -1 for none.
         wait_ms = -1 if failure.retry_after_s is None else int(failure.retry_after_s * 1000)
         metadata.append(("grpc-retry-pushback-ms", str(wait_ms)))
     return status.code, status.details, tuple(metadata)
@@ -240,7 +240,7 @@ def _abort_arguments(
 def _writing_stream(
     behaviour: Callable[[Any, Context], Awaitable[Any] | AsyncGenerator[Any, None]],
 ) -> Behaviour:
-    """A behaviour that answers with a stream. The messages of a generator are written here."""
+    """Wraps a behaviour that answers with a stream. If it is a generator, writes its messages."""
 
     async def handle(request: Any, context: Context) -> Any:
         call = behaviour(request, context)
@@ -251,7 +251,7 @@ def _writing_stream(
                 async for message in messages:
                     await context.write(message)
         except grpc.aio.InternalError:
-            # A message was not written. If the caller has left, this task is about to be cancelled.
+            # A message could not be written. If the caller has disconnected, this task will be cancelled.
             await asyncio.sleep(_LEAVING_S)
             raise
         return None
@@ -260,7 +260,7 @@ def _writing_stream(
 
 
 def _request_id(own: str, context: Context) -> str:
-    """The caller's id: `own` of the request, or of the metadata. A new one if that is not printable.
+    """The caller's request id: `own`, or that of the metadata. A new one if it is not printable.
 
     Also binds the id of the caller's trace.
     """

@@ -1,7 +1,7 @@
-"""Checks token masks. They are passed on to the worker as they were sent.
+"""Checks token masks, which are passed on to the worker as they were sent.
 
-A mask that was sent deflated or as a list is expanded to bits in the worker, where it may be many times as
-large. Here it is expanded only during the check. The call is charged for the size of the bits, see
+A mask that was sent compressed or as a list is expanded to bits in the worker, where it may be many times as
+large. Here it is expanded only during the check. The size of the bits counts in the call's memory, see
 `bytes_in_worker`.
 """
 
@@ -23,7 +23,7 @@ _STREAM_BYTES = 1 << 10
 def check_choice(
     mask: types_pb2.TokenMask | None, sampling: types_pb2.SamplingParams, limits: RequestLimits
 ) -> None:
-    """Checks that the mask fits the vocabulary, and that mask and biases leave at least one token allowed.
+    """Checks that a mask fits the vocabulary, and that mask and biases leave at least one token allowed.
 
     `mask` is None if there is none. Raises InvalidArgument.
     """
@@ -48,7 +48,7 @@ def check_choice(
             if mask.forbidden.ids:
                 _check_ids(mask.forbidden.ids, "forbidden", limits)
             most = len(forbidden) + len(mask.forbidden.ids)
-            # Duplicates matter only if the sum reaches the vocabulary size.
+            # Counting distinct ids is needed only if the lengths add up to the vocabulary size.
             left = most < limits.vocab_size or len(forbidden.union(mask.forbidden.ids)) < limits.vocab_size
         case _:
             raise _bad("one of packed, allowed, deflated and forbidden is required", "output.mask")
@@ -57,7 +57,7 @@ def check_choice(
 
 
 def shortened(mask: types_pb2.TokenMask, limits: RequestLimits) -> types_pb2.TokenMask:
-    """A valid mask as bits, if these are fewer bytes than its list of ids: it may be sent for each token."""
+    """A valid mask in its smaller form: as it is, or as bits. Masks may be sent with each token."""
     kind = mask.WhichOneof("kind")
     size_bytes = -(-limits.vocab_size // 8)
     if kind not in ("allowed", "forbidden") or mask.ByteSize() <= size_bytes:
@@ -69,12 +69,12 @@ def shortened(mask: types_pb2.TokenMask, limits: RequestLimits) -> types_pb2.Tok
 
 
 def bytes_in_worker(masks: Iterable[types_pb2.TokenMask], limits: RequestLimits) -> int:
-    """The bytes that these valid masks take in a worker beyond the request."""
+    """The memory in a worker that valid masks need beyond the request, in bytes."""
     return sum(_word_bytes(limits) for mask in masks if mask.WhichOneof("kind") not in ("packed", None))
 
 
 def _word_bytes(limits: RequestLimits) -> int:
-    """The size of a mask in words of 32 bits, the form that grammars are compiled to."""
+    """The size of a mask in words of 32 bits, the form of compiled grammars, in bytes."""
     return (limits.vocab_size + 31) // 32 * 4
 
 
@@ -87,7 +87,7 @@ def _sized(packed: bytes, kind: str, limits: RequestLimits) -> bytes:
 
 
 def _inflated(deflated: bytes, limits: RequestLimits) -> bytes:
-    """The bits of a deflated mask. Stops inflating at the size of a mask."""
+    """Decompresses a mask. Stops at the size of a mask."""
     field, most = "output.mask.deflated", _word_bytes(limits)
     if len(deflated) > most + _STREAM_BYTES:
         raise _bad(f"has {len(deflated)} bytes, more than a packed mask, which takes {most}", field)
@@ -112,13 +112,13 @@ def _check_ids(ids: Sequence[int], kind: str, limits: RequestLimits) -> None:
 
 
 def check_num_ids(count: int, kind: str, vocab_size: int) -> None:
-    """A mask's list of ids is not longer than the vocabulary."""
+    """Checks that a mask's list of ids is not longer than the vocabulary."""
     if count > vocab_size:
         raise _bad(f"has {count} ids, but the vocabulary has {vocab_size} tokens", f"output.mask.{kind}")
 
 
 def _choices_in_bits(packed: bytes, forbidden: set[int], limits: RequestLimits) -> bool:
-    """Whether a bit is set for a token that is not forbidden."""
+    """Whether any bit is set for a token that is not in `forbidden`."""
     bits = int.from_bytes(packed, "little") & ((1 << limits.vocab_size) - 1)
     return bits.bit_count() > sum(packed[token >> 3] >> (token & 7) & 1 for token in forbidden)
 
@@ -128,13 +128,13 @@ def _bad(text: str, field: str) -> InvalidArgument:
 
 
 def check_vocabulary(token_ids: Sequence[int], limits: RequestLimits, field: str) -> None:
-    """All tokens are in the vocabulary. `token_ids` must not be empty."""
+    """Checks that all tokens are in the vocabulary. `token_ids` must not be empty."""
     if max(token_ids) >= limits.vocab_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
         raise out_of_vocab(token_ids[index], limits, f"{field}[{index}]")
 
 
 def out_of_vocab(token_id: int, limits: RequestLimits, field: str) -> InvalidArgument:
-    """The token does not exist."""
+    """The error for a token that does not exist."""
     text = f"token {token_id} is not below the vocabulary size {limits.vocab_size}"
     return InvalidArgument("TOKEN_OUT_OF_VOCAB", field, text)

@@ -1,8 +1,8 @@
 """Parses large requests in pieces, so that parsing does not block the event loop.
 
 protobuf parses a message in one call that holds the GIL: 16 MB of empty items take over a second, 16 MB of
-tokens a tenth of one. So a large message is cut at field boundaries and merged piece by piece, which gives
-the same result in the wire format. Other tasks run between the pieces. Requests over a limit are refused
+tokens 0.1 s. So a large message is cut at field boundaries and merged piece by piece, which has the same
+result in the wire format. Other tasks run between the pieces. Requests over a limit are refused
 before they are parsed.
 
 This module uses the wire format and the names of the limited fields: calls, items, tokens, ids.
@@ -25,15 +25,15 @@ from service.api.validation import check_sample_seeds
 from service.auth.authenticator import current_tenant
 from service.errors import QuireError, SequenceTooLong, malformed_request, too_many
 
-# A message of at most this size is parsed in one call: 6 ms at worst, for a message of empty items.
+# A message of at most this size is parsed in one call, which takes 6 ms at worst, for empty items.
 _SMALL_BYTES = 1 << 16
-# The size of a piece of a larger message: also 6 ms at worst, most of it for finding the field boundaries.
+# The size of a piece of a larger message: 6 ms at worst, too, most of it to find the field boundaries.
 _PIECE_BYTES = 1 << 14
 # The most fields of a large message. Tokens are packed: a prompt is one field.
 _MAX_FIELDS = 1 << 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _COUNTED_BYTES = 1 << 19
-# All bytes of a varint but its last.
+# All bytes of a varint except the last one.
 _CONTINUED = bytes(range(0x80, 0x100))
 
 
@@ -46,9 +46,9 @@ class LargeRequest:
         self._state = state
 
     async def parse(self) -> Message | QuireError:
-        """Parses the message, when it is the tenant's turn. Call it once: it drops the bytes.
+        """Parses the message, when it is the tenant's turn. Must be called only once: it drops the bytes.
 
-        Returns an error and does not raise it: the caller first takes the request id for its log line.
+        Returns an error instead of raising it: the caller first reads the request id for its log line.
         """
         async with self._state.parsing.turn(current_tenant()):
             time_slice = TimeSlice()
@@ -65,7 +65,7 @@ class LargeRequest:
 
 
 async def parsed(received: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The messages of a stream of requests. Raises QuireError for one that is refused."""
+    """Yields the parsed messages of a stream of requests. Raises QuireError for one that is refused."""
     async for one in received:
         message = await one.parse() if isinstance(one, LargeRequest) else one
         if isinstance(message, QuireError):
@@ -76,7 +76,7 @@ async def parsed(received: AsyncIterator[Any]) -> AsyncIterator[Any]:
 def deferring_deserializer(parse: Callable[[bytes], Any], state: ServerState) -> Callable[[bytes], Any]:
     """A deserializer that returns a message, a LargeRequest, or an error. `parse`: a FromString.
 
-    If it raised, grpc would answer INTERNAL.
+    It returns errors because grpc would answer INTERNAL for an exception.
     """
     message_type = parse.__self__  # type: ignore[attr-defined]
 
@@ -93,7 +93,7 @@ def deferring_deserializer(parse: Callable[[bytes], Any], state: ServerState) ->
 
 @dataclass(slots=True)
 class _Field:
-    """The position of a field in the bytes: its key begins at `start`, its contents at `body`."""
+    """The position of a field in a message: its key begins at `start`, its contents at `body`."""
 
     number: int
     wire_type: int
@@ -113,11 +113,11 @@ class _Parser:
             "forks": state.config.max_items_per_call,
         }
         self._fields = 0
-        # The list of a mask that is being parsed.
+        # The name of the mask's list that is being parsed.
         self._mask_kind = ""
 
     def merge(self, message: Message, data: bytes, *, is_whole: bool = False) -> Iterator[None]:
-        """Merges `data` into `message` and yields between pieces. Raises DecodeError and QuireError.
+        """Merges `data` into `message`, and yields between pieces. Raises DecodeError and QuireError.
 
         `is_whole`: the message is the request itself. The limits of a part, such as an item of a batch, are
         checked later, because they fail only that part.
@@ -157,14 +157,14 @@ class _Parser:
             elif wire_type in (_FIXED64, _FIXED32):
                 end = body + (8 if wire_type == _FIXED64 else 4)
             else:
-                # Groups: none of the messages has any.
+                # Groups, which no message of ours has.
                 raise DecodeError
             if end > len(data):
                 raise DecodeError
             yield _Field(key >> 3, wire_type, start, body, end)
 
     def _check(self, field: FieldDescriptor, parts: int, data: bytes, place: _Field) -> Iterator[None]:
-        """Refuses a request whose fields are over a limit, without parsing them."""
+        """Raises QuireError for a request whose fields are over a limit, without parsing them."""
         if parts > self._most_parts.get(field.name, parts):
             raise too_many(field.name, self._most_parts[field.name])
         limit = self._state.max_seq_tokens
@@ -174,7 +174,7 @@ class _Parser:
                 raise SequenceTooLong(tokens, limit)
 
     def _check_mask(self, data: bytes, place: _Field) -> Iterator[None]:
-        """Refuses a mask with more ids than the vocabulary: parsed, it would be many times as large."""
+        """Raises for a mask with more ids than the vocabulary: parsed, it would be many times as large."""
         limits = self._state.current_limits
         if limits is not None and place.end - place.body > limits.vocab_size:
             check_num_ids((yield from _count(data, place)), self._mask_kind, limits.vocab_size)
@@ -184,7 +184,7 @@ class _Parser:
     ) -> Iterator[None]:
         """Merges one field that is larger than a piece."""
         if field is None:
-            # Unknown: kept as it is, so that it can be refused where it matters.
+            # An unknown field is kept, so that calls that refuse unknown fields find it.
             message.MergeFromString(data[place.start : place.end])
             yield
         elif field.message_type is not None and place.wire_type == _BYTES:
@@ -199,7 +199,7 @@ class _Parser:
             if field.name == "ids":
                 yield from self._check_mask(data, place)
             if field.name == "sample_seeds":
-                # Parsed, they would be eight times as large.
+                # Checked first: parsed, they would be eight times as large.
                 check_sample_seeds((yield from _count(data, place)))
             for numbers in _cut(data[place.body : place.end]):
                 key = data[place.start : _varint(data, place.start)[1]]
@@ -221,7 +221,7 @@ def _count(data: bytes, place: _Field) -> Generator[None, None, int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and the position after it. Raises DecodeError."""
+    """Decodes a varint. Returns it and the position after it. Raises DecodeError."""
     number = shift = 0
     try:
         while True:
@@ -238,7 +238,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def to_varint(number: int) -> bytes:
-    """A number as protobuf has it."""
+    """Encodes a number as a varint."""
     out = bytearray()
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)
@@ -248,11 +248,11 @@ def to_varint(number: int) -> bytes:
 
 
 def _cut(packed: bytes) -> Iterator[bytes]:
-    """Packed numbers in pieces of whole numbers. Raises DecodeError."""
+    """Cuts packed numbers into pieces of whole numbers. Raises DecodeError."""
     start = 0
     while start < len(packed):
         end = min(start + _PIECE_BYTES, len(packed))
-        # Back to the end of a number.
+        # Go back to the end of a number.
         while packed[end - 1] >= 0x80:
             end -= 1
             if end <= start:

@@ -1,4 +1,4 @@
-"""What requests are checked against: the limits of a model and its workers, and its experts."""
+"""The limits that requests are checked against, and checks of experts for replay."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from quire.v1 import types_pb2
 
 from service.errors import InvalidArgument, Unsupported, without_lora
 
-# Rows of ids that are compared at a time: a few of their columns fit into a cache of the CPU.
+# The number of rows of ids that are compared at a time: some of their columns fit into a CPU cache.
 _BLOCK_ROWS = 1 << 16
-# Up to so many experts of a layer, the id of one takes one byte, else two. Workers have the same number.
+# Up to this many experts per layer, an id takes one byte, else two. Workers use the same constant.
 _ONE_BYTE_EXPERTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Those of the served model, which may have none that can be returned or replayed."""
+    """The experts of the served model, which may have none, or none that can be returned or replayed."""
 
     model: types_pb2.ModelDescription
 
     @property
     def token_bytes(self) -> int:
-        """The size of StepOutput.experts."""
+        """The size of StepOutput.experts in bytes."""
         id_bytes = 1 if self.model.num_experts <= _ONE_BYTE_EXPERTS else 2
         return self.model.moe_layers * self.model.experts_per_token * id_bytes
 
     def require(self, field: str) -> None:
-        """Raises Unsupported, for `field`, if the model has none."""
+        """Raises Unsupported, with `field`, if the model has no experts."""
         if not self.model.moe_layers:
             text = "the served model has no experts"
             if self.model.backend == "transformers":
@@ -37,7 +37,7 @@ class Experts:
             raise Unsupported(text, field=field)
 
     def check_replay(self, data: bytes, start: int, tokens: int) -> None:
-        """`data` is for some of the tokens from `start` on. Raises InvalidArgument or Unsupported."""
+        """Checks that `data` is for tokens from `start` on. Raises InvalidArgument or Unsupported."""
         if not data:
             if start:
                 raise InvalidArgument("BAD_EXPERTS", "experts_from", "must be 0 without experts")
@@ -62,7 +62,7 @@ class Experts:
             where, text = int(ids.argmax()), f"expert {ids.max()} of {count}"
         else:
             for start in range(0, len(rows), _BLOCK_ROWS):
-                # By pairs of columns, which is faster than to sort each row.
+                # Compares pairs of columns, which is faster than sorting each row.
                 columns = np.ascontiguousarray(rows[start : start + _BLOCK_ROWS].T)
                 pairs = combinations(columns, 2)
                 repeated = next((found for a, b in pairs if (found := a == b).any()), None)
@@ -81,7 +81,7 @@ NO_EXPERTS = Experts(types_pb2.ModelDescription())
 
 
 def no_adapter(_adapter_id: str, _made_with: int, reason: str = "") -> int:
-    """What an executor without adapters answers. `reason`: see ExecutorCapabilities.backend_reason."""
+    """`adapter_of` without support for adapters. `reason`: see ExecutorCapabilities.backend_reason."""
     raise without_lora(reason, field="adapter_id")
 
 
@@ -94,14 +94,14 @@ class RequestLimits:
     # The most tokens that a sequence can have in any worker.
     max_seq_tokens: int = 1 << 32
     max_items: int = 1024
-    # Of hidden states. 0: the executor does not return any.
+    # The size of a hidden state. 0: the executor does not return any.
     hidden_size: int = 0
     num_layers: int = 0
     experts: Experts = NO_EXPERTS
     # The model version of these limits.
     weights: int = 0
-    # The number of the adapter that an id names; for a repetition of what was made with a version of that id,
-    # this one's number, which is given. Raises AdapterNotFound, or Unsupported.
+    # The number of the adapter with an id. The second argument, if not 0, is the number of the adapter that
+    # a repeated request was made with: it is returned if it has this id. Raises AdapterNotFound, Unsupported.
     adapter_of: Callable[[str, int], int] = no_adapter
-    # The adapter of the cache that a request with this id makes or has made. 0: none.
+    # The adapter of the cache that the request with an id creates or has created. 0: none.
     made_with: Callable[[str], int] = lambda _request_id: 0

@@ -1,12 +1,12 @@
-"""Reads requests with a timeout and a memory limit, and limits the number of open request streams.
+"""Reads requests with a timeout and a memory limit. Limits the number of open request streams.
 
 grpc.aio reads the request of a unary call before it calls the handler. Until then the call can neither be
-answered nor ended. A handler that is registered for a stream is called before anything has arrived, and reads
-the request itself. So a request that does not arrive can be ended with a status, and gRPC frees its memory.
-On the wire both are the same.
+answered nor ended. A handler registered for a stream is called before anything has arrived, and reads the
+request itself, so that a call whose request does not arrive can be ended with a status, and gRPC frees the
+memory. On the wire both are the same.
 
-An open stream may contain a message that has arrived in part for as long as it is open, and gRPC does not
-tell. So the number of streams is limited.
+An open stream may hold a partially received message for as long as it is open, and gRPC does not tell. So the
+number of streams is limited.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ _log = get_logger(__name__)
 _END = grpc.aio.EOF
 _Context = grpc.aio.ServicerContext[Any, Any]
 TICK_S = 0.25
-# Requests that arrive sooner are not counted: any number of callers may start at the same moment.
+# Requests that arrive within this time are not counted: any number of callers may start at the same moment.
 _SLOW_S = 1.0
 
 
 class SlowRequests:
-    """Owner of the calls, given by their tasks, whose request has not arrived completely.
+    """Owner of the calls, by their tasks, whose request has not arrived completely.
 
-    Pure: the caller passes the time. It enters a call into `began_s`, with `now_s`, and takes it out when the
-    request has arrived or the call has ended. Methods would be two function calls for each request.
+    Pure: the caller passes the time. It adds a call to `began_s`, with `now_s`, and removes it when the
+    request has arrived or the call has ended. Methods for this would add two function calls to each request.
 
-    gRPC does not say how much of a message has arrived. So a request that is still arriving after a second
-    counts as the largest allowed one, and the memory limit gives the number of slow requests. The newest are
-    refused first, so that a client that sends many does not displace others.
+    gRPC does not tell how much of a message has arrived. So a request that is still arriving after a second
+    counts with the largest allowed size, and the memory limit determines the number of slow requests. The
+    newest are refused first, so that a client that sends many does not displace others.
     """
 
     def __init__(self, max_bytes: int, max_request_bytes: int, timeout_s: float) -> None:
         self._max_bytes = max_bytes
-        # One is always admitted, however large.
+        # One is always allowed, however large.
         self._max_slow = max(1, max_bytes // max_request_bytes)
         self._timeout_s = timeout_s
         self._clock = RunningClock(TICK_S)
-        # When each began, the oldest first.
+        # When each call began, the oldest first.
         self.began_s: dict[Any, float] = {}
-        # The end of the current tick, which is not charged: it may be almost over.
+        # The end of the current tick: a tick that has already begun does not count.
         self.now_s = self._clock.now_s + TICK_S
 
     def tick(self, elapsed_s: float) -> list[tuple[Any, QuireError]]:
-        """Advances the time. Removes and returns the calls to end now, with their errors."""
+        """Advances the time. Removes and returns the calls to end now and their errors."""
         self._clock.tick(elapsed_s)
         self.now_s = self._clock.now_s + TICK_S
         late = self._older_than(self._timeout_s)
@@ -80,10 +80,10 @@ class RequestReceiver:
         self._slow_requests = SlowRequests(
             config.max_arriving_bytes, config.max_request_bytes, config.message_timeout_s
         )
-        # For `asyncio.current_task`: looking up the running loop would cost 0.2 us per call.
+        # Passed to `asyncio.current_task`: looking up the running loop would take 0.2 us per call.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._budgets = budgets
-        # Why tasks were cancelled, until each has handled it.
+        # Why tasks were cancelled. Each removes its entry when it handles the cancellation.
         self._cancelled: dict[asyncio.Task[Any], QuireError] = {}
 
     @property
@@ -96,14 +96,14 @@ class RequestReceiver:
         return self._budgets.streams.used
 
     async def request(self, _messages: object, context: _Context) -> Any:
-        """The message of a call, or the error that it is refused with."""
+        """Returns the message of a call, or the error that refuses it."""
         task: Any = asyncio.current_task(self._loop)
         waiting = self._slow_requests
         waiting.began_s[task] = waiting.now_s
         try:
             message = await context.read()
         except DecodeError:
-            # Of health and reflection. The deserializers of our own calls do not raise.
+            # Only from health and reflection: the deserializers of our own calls do not raise.
             return malformed_request()
         except asyncio.CancelledError:
             error = self._cancelled.pop(task, None)
@@ -115,13 +115,13 @@ class RequestReceiver:
             waiting.began_s.pop(task, None)
         if message is _END:
             if context.cancelled():
-                # The client has disconnected, or the message was too large for gRPC.
+                # The client disconnected, or the message was too large for gRPC.
                 raise asyncio.CancelledError
             return malformed_request("the call has no message")
         return message
 
     async def stream(self, messages: Any, context: _Context) -> Any:
-        """The stream of messages of a call, or the error that it is refused with."""
+        """Returns the stream of messages of a call, or the error that refuses it."""
         try:
             self._budgets.of(current_tenant()).streams.take_until_done(1, context)
         except SessionLimit as error:
@@ -129,7 +129,7 @@ class RequestReceiver:
         return messages
 
     async def watch(self, messages: object, context: _Context) -> Any:
-        """As `request`, of a call whose stream of answers has no end."""
+        """As `request`, for a call whose stream of answers has no end."""
         try:
             self._budgets.watches.take_until_done(1, context)
         except SessionLimit as error:

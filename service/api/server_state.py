@@ -1,4 +1,4 @@
-"""The gateway's state for the API: whether it serves, its workers, its model, and the limits of requests."""
+"""The gateway's state as seen by the API: whether it serves, workers, model, and limits of requests."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.turns import Turns
 from workers.common import worker_pb2
 
-# The part of a call's time that it waits for a worker. The rest is for the answer.
+# The part of a call's timeout that it may wait for a worker. The rest is for the answer.
 _TIME_SHARE = 0.9
-# The retry delay for calls that cannot wait because too many do.
+# The retry delay for calls that cannot wait because too many others do.
 _RETRY_S = 1.0
-# How many large messages are parsed concurrently. More would not be faster, and a message that is refused in
-# the end may take hundreds of megabytes until then: a number of one byte takes eight bytes when parsed.
+# How many large messages are parsed concurrently. More would not be faster, and a message that is refused
+# later may take hundreds of megabytes until then: a number of one byte takes eight bytes when parsed.
 _MAX_PARSED_AT_ONCE = 2
 
 
@@ -57,32 +57,32 @@ class ServerState:
         # None until a worker has loaded the model.
         self.current_limits: RequestLimits | None = None
         self._started_s = time.monotonic()
-        # Of the whole gateway, also if it has several cores.
+        # Shared by the whole gateway, even if it has several cores.
         self.budgets = Budgets.of_server(config)
         self.receiver = RequestReceiver(config, self.budgets)
         # Held while a large message is parsed.
         self.parsing = Turns(_MAX_PARSED_AT_ONCE)
-        # Of the port for gRPC, once it is known. None: it is a Unix socket.
+        # The handshakes of the gRPC port, once it is known. None: a Unix socket.
         self.connections: Handshakes | None = None
         self.memory = ProcessMemory()
         self.call_log = CallLog(config)
-        # The server has others, which answer calls, too.
+        # Whether the server has other gateways, which answer calls, too.
         self.has_other_gateways = False
-        # Caches were recovered from the journal, so callers exist and calls wait for the first worker.
+        # Whether caches were recovered from the journal. Then callers exist, so calls wait for a worker.
         self.has_recovered = False
         self._has_worker = asyncio.Event()
         self._waiting = 0
         versions.subscribe(self._on_change)
 
     def _on_change(self) -> None:
-        """Updates the limits. All workers have the same model. The largest pool is the limit."""
+        """Updates the limits. All workers have the same model; the largest KV pool limits sequences."""
         ready = self._versions.first_ready
         if ready is None:
             return
         self.current_limits = self._limits_for(ready)
         self._has_worker.set()
         if "numpy" not in sys.modules and ready.model.moe_layers:
-            # `Experts.check_replay` needs it. The import takes up to half a second: too long for a call.
+            # Imports numpy for `Experts.check_replay`. It takes up to half a second: too long for a call.
             threading.Thread(target=importlib.import_module, args=("numpy",)).start()
 
     def _limits_for(self, ready: worker_pb2.WorkerReady) -> RequestLimits:
@@ -123,15 +123,15 @@ class ServerState:
         return self._versions.serving.number
 
     async def limits_when_ready(self, timeout_s: float | None) -> RequestLimits:
-        """`limits`, after `first_worker`. Raises as these do."""
+        """Returns `limits` after `first_worker`. Raises as these do."""
         await self.first_worker(timeout_s)
         return self.limits
 
     async def first_worker(self, timeout_s: float | None, *, of_recovered: bool = True) -> None:
-        """After a recovery of caches, waits until the first worker has loaded the model, or the timeout.
+        """If caches were recovered, waits until the first worker has loaded the model, or the timeout.
 
-        `of_recovered`: False: it waits also if no caches were recovered. Returns in time for an answer within
-        `timeout_s`. Raises QueueFull if too many calls wait.
+        `of_recovered`: False: waits even if no caches were recovered. Returns early enough for an answer
+        within `timeout_s`. Raises QueueFull if too many calls wait.
         """
         if (of_recovered and not self.has_recovered) or self.current_limits is not None:
             return
@@ -151,7 +151,7 @@ class ServerState:
 
     @property
     def max_seq_tokens(self) -> int | None:
-        """The most tokens of a sequence in any worker. None: no worker was ready yet."""
+        """The most tokens that a sequence can have in any worker. None: no worker was ready yet."""
         return None if self.current_limits is None else self.current_limits.max_seq_tokens
 
     @property
@@ -164,7 +164,7 @@ class ServerState:
 
     @property
     def served_model(self) -> types_pb2.ModelDescription:
-        """That of `first_ready`; empty until a worker has loaded it."""
+        """The model of `first_ready`. Empty until a worker has loaded it."""
         ready = self._versions.first_ready
         return types_pb2.ModelDescription() if ready is None else ready.model
 
@@ -190,7 +190,7 @@ class ServerState:
 
     @property
     def state_name(self) -> str:
-        """`state` as metrics and health checks over HTTP have it, such as "serving"."""
+        """The name of `state` in metrics and HTTP health checks, such as "serving"."""
         return executor_pb2.ServerState.Name(self.state).removeprefix("SERVER_STATE_").lower()
 
     @property

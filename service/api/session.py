@@ -43,49 +43,49 @@ _log = get_logger(__name__)
 
 # Answers beyond this size are sent in several messages.
 _TARGET_MESSAGE_BYTES = 1 << 20
-# The approximate memory of a call without logits until its answer is read.
+# The approximate memory of a call without large outputs until its answer is read.
 _LEAST_CALL_BYTES = 1024
-# The weight of the calls that are started in one slice (see `start_weight`): a few milliseconds.
+# The total weight (see `start_weight`) of the calls that are started in one slice of a few milliseconds.
 _SLICE_WEIGHT = 256
-# The weight of a refused call: its error with details costs as much as starting several calls.
+# The weight of a refused call: making its error with details takes as long as starting several calls.
 _REFUSAL_WEIGHT = 8
 
-# By the field of a SessionCall, which has the same name in its result.
+# By the name of the field in SessionCall, which is the same in the result.
 _CALLS = {
     field.name: CALLS[field.message_type.name.removesuffix("Request")]
     for field in executor_pb2.SessionCall.DESCRIPTOR.oneofs_by_name["call"].fields
     if field.message_type is not None
 }
-# The read timeout is measured with this many timers, one after the other (see `write_in_time`).
+# The read timeout is measured by this many consecutive timers (see `write_in_time`).
 _STALL_PARTS = 8
 
 
 @dataclass(slots=True)
 class _OpenCall:
-    """An unanswered call. `requests` has one for each item of a batch, with an error for an invalid item."""
+    """An unanswered call. `requests`: one for each item of a batch; an error for an invalid item."""
 
     tag: int
     kind: str
     call: Call
     requests: Sequence[Request | QuireError]
-    # One for each request that was started.
+    # One outcome for each request that was started.
     outcomes: list[Outcome | None] = field(default_factory=list)
     missing: int = 0
     tickets: list[int] = field(default_factory=list)
     answer_bytes: int = 0
-    # If other shards must answer it: the request, its timeout, and its answer.
+    # If other shards must answer the call: the request, its timeout and its answer.
     message: Any = None
     timeout_s: float | None = None
     task: asyncio.Task[None] | None = None
     answer: Any = None
 
 
-# The tag of a call, and the call or why it is refused.
+# (the tag of a call, the call or the error that refuses it)
 _Checked: TypeAlias = tuple[int, _OpenCall | QuireError]
 
 
 class Session:
-    """Owner of the calls of one stream, from arrival until the answers are written."""
+    """Owner of the calls of one stream, from their arrival until their answers are written."""
 
     def __init__(
         self,
@@ -94,22 +94,22 @@ class Session:
         context: SessionContext,
         of_others: SessionCalls | None = None,
     ) -> None:
-        """`of_others`: if there are other gateways."""
-        self._of_others = of_others
+        """`of_others`: runs the calls for other gateways, if there are any."""
+        self._other_shards = of_others
         self._dispatcher = dispatcher
         self._state = state
         self._config: Config = state.config
         self._context = context
-        # The scheduler treats the whole Session as one caller, however many calls it has in flight.
+        # A Session is one caller for the scheduler, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
         self._answers = state.budgets.of(self._tenant).answers
-        # Stored here because answers are built in the context of the task that delivers the last outcome.
+        # Stored because answers are made in the context of the task that delivers the last outcome.
         self._request_id = current_request_id()
         self._open: dict[int, _OpenCall] = {}
-        # The expected memory for the answers of open calls, and for those that wait to be written.
+        # The expected memory of all answers that are not written yet, and of the large ones among them.
         self._held_bytes = self._large_bytes = 0
-        # Each a message of its own, with its size.
+        # Results to write: each as a message of its own, with its size.
         self._results: deque[tuple[executor_pb2.SessionResponse, int]] = deque()
         self._something_to_write = asyncio.Event()
         self._room = asyncio.Event()
@@ -125,7 +125,7 @@ class Session:
             await self._write(self._reader)
             if self._draining:
                 raise Draining
-            # An error of the reader ends the stream.
+            # Raises an error of the reader, which ends the stream.
             await self._reader
         finally:
             self._reader.cancel()
@@ -135,7 +135,7 @@ class Session:
             self._give_back_all()
 
     def drain(self) -> None:
-        """Stops reading. The stream ends when all calls that were read are answered."""
+        """Stops reading. The stream ends once all calls that were read are answered."""
         self._draining = True
         if self._reader is not None:
             self._reader.cancel()
@@ -147,7 +147,7 @@ class Session:
             await self._start(message.calls)
 
     async def _start(self, calls: Sequence[executor_pb2.SessionCall]) -> None:
-        """Starts the calls of a message in order: together, as far as the limits of the session allow."""
+        """Starts the calls of a message in order, as many together as the limits of the session allow."""
         if len(calls) > self._config.max_calls_per_message:
             raise too_many("calls", self._config.max_calls_per_message)
         rest, done = iter(calls), 0
@@ -169,7 +169,7 @@ class Session:
         )
 
     async def _check_slice(self, calls: Iterator[executor_pb2.SessionCall]) -> list[_Checked]:
-        """Checks the calls to start next. It starts none of them, so it can be cancelled."""
+        """Checks the calls to start next. Starts none of them, so it can be cancelled."""
         self._time_slice.begin()
         checked: list[_Checked] = []
         weight = size_bytes = 0
@@ -184,7 +184,7 @@ class Session:
                 weight += start_weight(call.requests)
                 size_bytes += call.answer_bytes
                 if call.message is not None:
-                    # The next call may have to wait for this one, which is known once it is started.
+                    # The next call may have to wait for this one, which is known only once it has started.
                     break
             if (
                 weight >= _SLICE_WEIGHT
@@ -202,7 +202,7 @@ class Session:
         timeout_s = validation.timeout_seconds(self._context.time_remaining(), call_timeout)
         limits = self._state.current_limits or await self._state.limits_when_ready(timeout_s)
         call, request = _CALLS[kind], getattr(message, kind)
-        if self._of_others is not None and self._of_others.must_answer(call.method, request):
+        if self._other_shards is not None and self._other_shards.must_answer(call.method, request):
             return _OpenCall(
                 message.tag,
                 kind,
@@ -221,7 +221,7 @@ class Session:
         return _OpenCall(message.tag, kind, call, requests, answer_bytes=answer_bytes)
 
     def _open_valid(self, checked: Sequence[_Checked]) -> list[_OpenCall]:
-        """Opens and returns the valid calls. Answers the others with their errors."""
+        """Opens and returns the valid calls. Answers the invalid ones with their errors."""
         opened = []
         for tag, call in checked:
             if tag in self._open:
@@ -241,7 +241,7 @@ class Session:
         return opened
 
     def _adjust_held_bytes(self, size_bytes: int, *, is_large: bool) -> None:
-        """Counts more bytes of this session's answers, or fewer if negative."""
+        """Adds to the bytes of this session's answers. `size_bytes` can be negative."""
         self._held_bytes += size_bytes
         if is_large:
             self._large_bytes += size_bytes
@@ -253,7 +253,7 @@ class Session:
         self._adjust_held_bytes(-self._held_bytes, is_large=False)
 
     def _run(self, calls: Sequence[_OpenCall]) -> None:
-        """Starts the requests of all calls together, so that they share steps."""
+        """Starts the requests of all calls together, so that they run in the same steps."""
         requests: list[Request] = []
         owners: list[tuple[_OpenCall, int]] = []
         for call in calls:
@@ -288,9 +288,9 @@ class Session:
             call.answer, call.message = answer, None
             self._complete(call)
 
-        assert self._of_others is not None
+        assert self._other_shards is not None
         method, request = call.call.method, call.message
-        call.task = self._of_others.start(method, request, call.timeout_s, on_done)
+        call.task = self._other_shards.start(method, request, call.timeout_s, on_done)
 
     # Answering.
 
@@ -300,11 +300,11 @@ class Session:
         response = executor_pb2.SessionResponse()
         result = response.results.add(tag=call.tag)
         answer = getattr(result, call.kind)
-        # Also an answer whose fields all have their defaults is one.
+        # Sets the field even if all fields of the answer have their defaults.
         answer.SetInParent()
         try:
             outcomes = [outcome for outcome in call.outcomes if outcome is not None]
-            # The calls that were started with it may run on, and keep it.
+            # Frees the outcomes: calls that were started together keep this object while any of them runs.
             call.outcomes = [None] * len(call.outcomes)
             if call.task is not None:
                 if isinstance(call.answer, QuireError):
@@ -319,7 +319,7 @@ class Session:
         except QuireError as error:
             self._deliver_error(call.tag, error)
         except Exception:
-            # A bug here must not end the stream of the worker whose answer is being handled.
+            # A bug here must not end the stream of the worker whose answer is handled.
             _log.exception("an answer could not be made", call=call.kind)
             self._deliver_error(call.tag, InternalError())
         else:
@@ -341,7 +341,7 @@ class Session:
     # Writing.
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
-        """Writes answers until the reader has ended and nothing is left to answer."""
+        """Writes answers until the reader has ended and all calls are answered."""
         while True:
             await self._something_to_write.wait()
             self._something_to_write.clear()
@@ -355,10 +355,10 @@ class Session:
     async def _write_message(
         self, message: executor_pb2.SessionResponse, size_bytes: int, large_bytes: int
     ) -> None:
-        """Writes one message. If the client does not read it in time, everything else is dropped.
+        """Writes a message. If the client does not read it in time, drops everything else.
 
         Then only this message takes memory until it is read or the connection ends. `large_bytes`: the size
-        of its large results. Many small ones make a large message.
+        of its large results. A message can also be large because it has many small ones.
         """
         is_large = size_bytes > SMALL_BYTES
         written_bytes = size_bytes
@@ -384,7 +384,7 @@ class Session:
 
     def _next_message(self) -> tuple[executor_pb2.SessionResponse, int, int]:
         """The next message, its size, and the size of its large results."""
-        # That of the first result, which may be as large as a message: it is not copied.
+        # Uses the message of the first result, without a copy: it may be as large as a message can be.
         message, size_bytes = self._results.popleft()
         large_bytes = size_bytes if size_bytes > SMALL_BYTES else 0
         while self._results and size_bytes + self._results[0][1] <= _TARGET_MESSAGE_BYTES:
@@ -405,11 +405,11 @@ class Session:
 
 
 async def write_in_time(writing: Awaitable[None], stall_s: float, give_up: Callable[[], None]) -> None:
-    """Writes a message. If the client does not read it in time, calls `give_up`, then raises SlowConsumer.
+    """Writes a message. If the client does not read it in time, calls `give_up` and then raises SlowConsumer.
 
     It raises only after the message was read or the connection has ended, because grpc never delivers a
-    status behind a message that is stuck. If the gateway itself was stopped, that counts as one part of the
-    timeout at most, so that the loop sees what was read meanwhile before the timeout.
+    status after a message that is stuck. A pause of the gateway itself counts as at most one part of the
+    timeout, so that the loop can see before the timeout that the message was read meanwhile.
     """
     loop = asyncio.get_running_loop()
     parts_left = _STALL_PARTS
@@ -421,7 +421,7 @@ async def write_in_time(writing: Awaitable[None], stall_s: float, give_up: Calla
         if parts_left > 0:
             timer = loop.call_later(stall_s / _STALL_PARTS, on_timer)
         elif parts_left == 0:
-            # One more turn of the loop, to see what was read by now.
+            # One more turn of the loop, to see whether it was read by now.
             timer = loop.call_soon(on_timer)
         else:
             give_up()

@@ -10,13 +10,13 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from service.errors import InvalidArgument, QuireError
 
 DOMAIN = "quire"
-# Peers limit all gRPC metadata of a call to 16 KiB. The details, with several texts, stay well below that.
+# Peers limit the gRPC metadata of a call to 16 KiB. The details, with several texts, stay well below it.
 _MAX_TEXT_BYTES = 512
 _ITEM = re.compile(r"items\[\d+\]")
 
 
 def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
-    """The error as a status with ErrorInfo, and RetryInfo and BadRequest where they apply."""
+    """Converts an error to a status with ErrorInfo, and with RetryInfo and BadRequest where they apply."""
     message = _truncated(error.message)
     metadata = dict(error.metadata)
     is_invalid = isinstance(error, InvalidArgument)
@@ -43,11 +43,11 @@ def to_status(error: QuireError, request_id: str = "") -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> QuireError:
-    """The error that another gateway has converted."""
+    """Converts a status of another gateway back to the error."""
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     bad = error_details_pb2.BadRequest()
     for detail in status.details:
-        # Each takes only a detail of its own type.
+        # Unpack does nothing for a detail of another type.
         detail.Unpack(info) or detail.Unpack(retry) or detail.Unpack(bad)
     metadata = {name: value for name, value in info.metadata.items() if name != "request_id"}
     if bad.field_violations:
@@ -63,7 +63,7 @@ def from_status(status: status_pb2.Status) -> QuireError:
 
 
 def renumber(status: status_pb2.Status, index: int) -> None:
-    """Lets the error of an item name it by its index in the caller's batch."""
+    """Makes the error of an item name it by its index in the caller's batch."""
     bad = error_details_pb2.BadRequest()
     for detail in status.details:
         if detail.Unpack(bad):
@@ -73,5 +73,5 @@ def renumber(status: status_pb2.Status, index: int) -> None:
 
 
 def _truncated(text: str) -> str:
-    """The start of a text, in whole characters."""
+    """The beginning of a text, cut between characters."""
     return text.encode(errors="replace")[:_MAX_TEXT_BYTES].decode(errors="ignore")

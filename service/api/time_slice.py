@@ -1,4 +1,4 @@
-"""Time slices for long work, so that it does not block the event loop; and a measure of how long it does."""
+"""Time slices for long work, so that it does not block the event loop; and measurement of such blocking."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# The longest time that work blocks the event loop. It is far below the promised 20 ms because a unit of work
-# may start just before the slice ends, and another call needs several turns of the loop.
+# The longest time that work blocks the event loop. Far below the promised 20 ms, because a unit of work may
+# start just before the slice ends, and another call needs several turns of the loop.
 SLICE_S = 0.002
-# A blocking stretch is measured without up to this much of its start. Measuring costs 0.1% of a core.
+# The interval of the timer: a blocking is measured too short by up to this much. It costs 0.1% of a core.
 _INTERVAL_S = 0.01
 
 
 class TimeSlice:
-    """Measures for how long its owner has blocked the event loop."""
+    """A slice of time in which its owner may block the event loop."""
 
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self.clock_s = clock_s
         self.begin()
 
     def begin(self) -> None:
-        """Starts a slice: other tasks have just run."""
+        """Starts a slice. Must be called right after other tasks could run."""
         self.until_s = self.clock_s() + SLICE_S
 
     @property
@@ -36,7 +36,7 @@ class TimeSlice:
 
 
 class LoopWatch:
-    """Measures how long the event loop was blocked, or the process stopped, by how late a timer fires."""
+    """Measures how long the event loop was blocked, or the process stopped, by the delay of a timer."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s

@@ -1,7 +1,6 @@
-"""Checks requests against the limits of the model and the server. Failures name a field and a stable reason.
+"""Checks requests against the limits of the model and the server. Failures have a field and a stable reason.
 
-What depends on a cache's state (its existence, position, length) is checked by `caches/append.py` when the
-operation starts.
+`caches/append.py` checks against a cache's state (existence, position, length) when an operation starts.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _ACCEPTS = frozenset(types_pb2.VerifyAccept.values())
 _TOP_ENTRY_BYTES = 10
 # Dtype, shape and framing of a hidden state.
 _TENSOR_BYTES = 32
-# A row's token id, log-probability and framing.
+# The token id, log-probability and framing of a row.
 _ROW_BYTES = 80
 # A further sample of a row: its token id, two log-probabilities and framing.
 _SAMPLE_BYTES = 24
 # A score: a log-probability, and whether it is the largest.
 _SCORE_BYTES = 5
-# The rest of an answer: its handle, timing and framing; or the error of a batch's item instead.
+# The rest of an answer: its handle, timing and framing; or instead the error of a batch item.
 ANSWER_BYTES = 512
 # An answer with one row and without further options.
 ROW_ANSWER_BYTES = ANSWER_BYTES + _ROW_BYTES
@@ -59,17 +58,17 @@ _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
 def refuse_unknown(message: Message, path: str = "") -> None:
-    """The message, and those in it, have no fields that this code does not know, of a newer client.
+    """Checks that a message, and those in it, have no unknown fields, which a newer client may send.
 
-    Workers of this code would ignore them, and newer ones use them unchecked. `path`: of the message in the
-    request, with a dot behind it.
+    Workers of this version would ignore them, and newer ones use them unchecked. `path`: the message's path
+    in the request, with a dot at the end.
     """
     if field := unknown_field(message, path):
         raise InvalidArgument("UNKNOWN_FIELD", field, f"this server does not know {field}")
 
 
 def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:
-    """At least one token, no more than a sequence can have, all of them in the vocabulary."""
+    """Checks that there are tokens, no more than a sequence can have, all in the vocabulary."""
     if not token_ids:
         raise InvalidArgument("EMPTY_TOKENS", "token_ids", "at least one token is required")
     if len(token_ids) > limits.max_seq_tokens:
@@ -78,13 +77,13 @@ def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:
 
 
 def check_cache_id(cache_id: str, field: str = "cache_id") -> None:
-    """A cache_id is given."""
+    """Checks that a cache_id is given."""
     if not cache_id:
         raise InvalidArgument("EMPTY_CACHE_ID", field, "cache_id is required")
 
 
 def check_scored(score_from: int, tokens: int) -> int:
-    """`score_from` is one of the tokens. Returns how many are scored. The first token cannot be."""
+    """Checks that `score_from` is one of the tokens. Returns how many are scored: never the first one."""
     if score_from >= tokens:
         text = f"must be below {tokens}, the number of tokens"
         raise InvalidArgument("BAD_SCORE_FROM", "score_from", text)
@@ -92,7 +91,7 @@ def check_scored(score_from: int, tokens: int) -> int:
 
 
 def check_sample_seeds(count: int) -> None:
-    """There are not too many sample seeds."""
+    """Checks the number of sample seeds."""
     _check_at_most(MAX_SAMPLE_SEEDS, count, "BAD_COUNT", "sample_seeds")
 
 
@@ -110,20 +109,21 @@ def check_output(
     *,
     takes_mean: bool = False,
 ) -> int:
-    """The options are valid, and the answer for `rows` positions fits into a response.
+    """Checks the options, and that the answer for `rows` positions fits into a response.
 
-    Returns an upper estimate of the answer's size in bytes. `takes_mean`: means of hidden states are allowed.
+    Returns an upper estimate of the answer's size in bytes. `takes_mean`: whether the mean of hidden states
+    is allowed.
     """
     row_bytes = _ROW_BYTES if output is None else _check_options(output, limits, takes_mean)
     size_bytes = ANSWER_BYTES + rows * row_bytes + scored * _SCORE_BYTES + samples * _SAMPLE_BYTES
-    # This runs for each token, so a size that is allowed causes no function call.
+    # This runs for each token, so the usual case has no further function call.
     if size_bytes > limits.max_response_bytes:
         check_response_size(size_bytes, limits, "output")
     return size_bytes
 
 
 def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits, takes_mean: bool) -> int:
-    """The options are valid. Returns the bytes of the answer for one position."""
+    """Checks the options. Returns the size of the answer for one position in bytes."""
     if output.logits not in _ELEMENT_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.logits", "the format is not defined")
     most_top = min(MAX_TOP_LOGPROBS, limits.vocab_size)
@@ -147,7 +147,7 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits, takes
 
 
 def _check_hidden(hidden: types_pb2.HiddenStates, limits: RequestLimits) -> int:
-    """The hidden states are available. Returns their bytes for one position."""
+    """Checks that the hidden states are available. Returns their size for one position in bytes."""
     if hidden.dtype not in _HIDDEN_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.hidden.dtype", "the format is not defined")
     _check_at_most(MAX_HIDDEN_LAYERS, len(hidden.layers), "BAD_OUTPUT", "output.hidden.layers")
@@ -162,7 +162,7 @@ def _check_hidden(hidden: types_pb2.HiddenStates, limits: RequestLimits) -> int:
 
 
 def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> None:
-    """The answer is not too large."""
+    """Checks that the answer is not too large."""
     if size_bytes > limits.max_response_bytes:
         text = f"the answer could have {size_bytes} bytes, the limit is {limits.max_response_bytes}"
         raise InvalidArgument("OUTPUT_TOO_LARGE", field, text)
@@ -186,7 +186,7 @@ def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -
 
 
 def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
-    """The accept mode is defined and fits the sampling settings."""
+    """Checks that the accept mode is known and fits the sampling settings."""
     if not request.accept or request.accept not in _ACCEPTS:
         why = "the mode is not defined" if request.accept else "which drafts are accepted has to be said"
         raise InvalidArgument("BAD_ACCEPT", "accept", why)
@@ -197,9 +197,9 @@ def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
 
 
 def check_adapter(adapter_id: str, cache_id: str, limits: RequestLimits, made_with: int = 0) -> int:
-    """The number of the adapter of a new cache. 0: none. Raises AdapterNotFound or Unsupported, too.
+    """Returns the number of the adapter of a new cache. 0: none. Also raises AdapterNotFound or Unsupported.
 
-    `made_with`: see `RequestLimits.adapter_of`. 0: it is no repetition.
+    `made_with`: see `RequestLimits.adapter_of`. 0: not a repetition.
     """
     if not adapter_id:
         return 0
@@ -209,7 +209,7 @@ def check_adapter(adapter_id: str, cache_id: str, limits: RequestLimits, made_wi
 
 
 def check_creation(request: executor_pb2.PrefillRequest) -> None:
-    """The fields that only a prefill has."""
+    """Checks the fields that only a prefill has."""
     check_request_id(request.request_id)
     check_cache_salt(request.cache_salt)
     if request.cache_salt and request.cache_id:
@@ -217,24 +217,24 @@ def check_creation(request: executor_pb2.PrefillRequest) -> None:
 
 
 def check_cache_salt(salt: str) -> None:
-    """The salt is not too long."""
+    """Checks that the salt is not too long."""
     _check_at_most(MAX_CACHE_SALT_CHARS, len(salt), "BAD_CACHE_SALT", "cache_salt")
 
 
 def check_request_id(text: str) -> None:
-    """The request id can be stored and logged."""
+    """Checks that the request id can be stored and logged."""
     if not is_request_id(text):
         allowed = f"must have at most {MAX_REQUEST_ID_CHARS} characters of printable ASCII"
         raise InvalidArgument("BAD_REQUEST_ID", "request_id", allowed)
 
 
 def is_request_id(text: str) -> bool:
-    """Whether it is a valid request id, which is safe to write to logs and terminals."""
+    """Whether a text is a valid request id, which is safe to write to logs and terminals."""
     return len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
 
 
 def lease_seconds(message: duration_pb2.Duration) -> float:
-    """A lease in seconds. It must be positive. A lease above the server's maximum is shortened to it."""
+    """A lease in seconds. It must be positive. The server's maximum is applied elsewhere."""
     seconds = _seconds(message)
     if seconds <= 0:
         raise InvalidArgument("BAD_LEASE", "lease", "a lease must be longer than 0")
@@ -250,10 +250,10 @@ def grace_seconds(message: duration_pb2.Duration) -> float:
 
 
 def timeout_seconds(left_s: float | None, timeout: duration_pb2.Duration | None = None) -> float | None:
-    """The time until the deadline. A year or more counts as no deadline.
+    """The time until the deadline in seconds. A year or more counts as no deadline.
 
-    gRPC allows deadlines of 11,000 years, which do not fit into the worker protocol's nanoseconds. `timeout`
-    is that of a call on a Session. The shorter one applies. Raises InvalidArgument if it is not positive.
+    gRPC allows deadlines of 11,000 years, which do not fit into the worker protocol's nanoseconds. `timeout`:
+    of a call on a Session; the shorter one applies. Raises InvalidArgument if it is not positive.
     """
     if timeout is not None:
         timeout_s = _seconds(timeout)
@@ -268,13 +268,13 @@ def _seconds(message: duration_pb2.Duration) -> float:
 
 
 def check_fork(request: executor_pb2.ForkCacheRequest, limits: RequestLimits) -> None:
-    """The fields of a ForkCache."""
+    """Checks a ForkCache."""
     check_cache_id(request.cache_id)
     _check_copies(request, request.count, limits, "count")
 
 
 def check_forks(request: executor_pb2.ForkCachesRequest, limits: RequestLimits) -> None:
-    """The fields of a ForkCaches."""
+    """Checks a ForkCaches."""
     check_num_items(request.forks, limits.max_items, "forks")
     seen: set[str] = set()
     for index, fork in enumerate(request.forks):
@@ -299,12 +299,12 @@ def _check_copies(
 
 
 def forked_bytes(count: int) -> int:
-    """The largest size of a fork's answer."""
+    """The largest size of a fork's answer in bytes."""
     return ANSWER_BYTES + HANDLE_BYTES * count
 
 
 def check_num_items(items: Sequence[object], max_items: int, field: str = "items") -> None:
-    """A batch has items, and not too many."""
+    """Checks that a batch has items, and not too many."""
     if not items:
         raise InvalidArgument("EMPTY_BATCH", field, f"{field} must not be empty")
     if len(items) > max_items:
@@ -312,6 +312,6 @@ def check_num_items(items: Sequence[object], max_items: int, field: str = "items
 
 
 def check_batch(items: Sequence[object], limits: RequestLimits) -> None:
-    """A batch has items, and not too many. An error for each would fit into the answer."""
+    """Checks that a batch has items, and not so many that an answer of errors for all would be too large."""
     check_num_items(items, limits.max_items)
     check_response_size(len(items) * ANSWER_BYTES, limits, "items")

@@ -13,7 +13,7 @@ from service.errors import InvalidArgument
 
 # The most tokens of a tree: the tree attention mask of a token is a 64-bit number.
 MAX_TREE_TOKENS = 64
-# The most rows of a verify, and tokens in a draft's list. They are checked without yielding to the loop.
+# The most rows of a verify, and tokens in a draft's list. Checking them does not yield to the event loop.
 MAX_ROWS = 64
 MAX_DRAFT_TOKENS = 4096
 # The sum of probabilities may differ from 1 by this, because of float32 and softmax.
@@ -21,7 +21,7 @@ _SUM_ERROR = 1e-3
 
 
 def check_tree(request: executor_pb2.ForwardVerifyRequest) -> None:
-    """The parents of a verify, if there are any, form a tree, and `accept` keeps one path of it."""
+    """Checks that the parents of a verify, if any, form a tree, and that `accept` keeps one path of it."""
     parents, tokens = request.parents, len(request.token_ids)
     if not parents:
         return
@@ -39,7 +39,7 @@ def check_tree(request: executor_pb2.ForwardVerifyRequest) -> None:
 
 
 def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits) -> None:
-    """Checks the options of single positions: masks leave a token allowed, and drafts fit their tokens."""
+    """Checks the options of single rows: masks leave a token allowed, and drafts fit their tokens."""
     parents = request.parents or range(len(request.token_ids) - 1)
     is_speculative = request.accept == types_pb2.VERIFY_ACCEPT_SPECULATIVE
     if not request.rows and not (is_speculative and len(request.token_ids) > 1):
@@ -68,7 +68,7 @@ def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: Reques
 def _check_draft(
     draft: types_pb2.DraftProbabilities, drawn: Sequence[int], limits: RequestLimits, field: str
 ) -> None:
-    """The draft is a distribution, and each drawn token has a probability above 0 in it."""
+    """Checks that a draft is a distribution, and that each drawn token has a probability above 0 in it."""
     import numpy as np  # noqa: PLC0415 - most gateways never get a draft
 
     if draft.dense:
@@ -79,7 +79,7 @@ def _check_draft(
         impossible = [token for token in drawn if not probabilities[token] > 0]
     else:
         count = len(draft.token_ids)
-        # Before anything is made of them: there may be millions.
+        # Checked before the arrays are made: there may be millions of entries.
         fits = 0 < count == len(draft.probabilities) <= MAX_DRAFT_TOKENS
         if not fits or len(frozenset(draft.token_ids)) < count:
             text = f"must be 1 to {MAX_DRAFT_TOKENS} different tokens with one probability each"
@@ -88,7 +88,7 @@ def _check_draft(
         ids = np.fromiter(draft.token_ids, dtype=np.int64, count=count)
         probabilities = np.fromiter(draft.probabilities, dtype=np.float32, count=count)
         impossible = [token for token in drawn if not probabilities[ids == token].sum() > 0]
-    # Written so that NaN fails.
+    # Written so that a NaN fails.
     if not (probabilities.min() >= 0 and abs(float(probabilities.sum(dtype=np.float64)) - 1) <= _SUM_ERROR):
         raise InvalidArgument("BAD_DRAFT", field, "probabilities must be at least 0 and sum up to 1")
     if impossible:

@@ -1,4 +1,4 @@
-"""Subcommands of `quire` that the server distribution adds by entry points, such as serve.
+"""Subcommands of `quire` that the server distribution adds through entry points, such as serve.
 
 Each function adds one subcommand with its flags. The code of the subcommand is imported when it runs.
 """
@@ -14,14 +14,14 @@ from service.printable import escaped
 from service.setting_rules import MAX_PORT, are_addresses
 
 if TYPE_CHECKING:
-    # What add_subparsers returns has no public name.
+    # The type that add_subparsers returns has no public name.
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 _MAX_DAYS = 36_500
 
 
 def add_serve(commands: Commands) -> None:
-    """`quire serve`."""
+    """Adds `quire serve`."""
     serve = commands.add_parser(
         "serve",
         help="serve a model",
@@ -39,7 +39,7 @@ def add_serve(commands: Commands) -> None:
 
 
 def add_convert(commands: Commands) -> None:
-    """`quire convert`."""
+    """Adds `quire convert`."""
     convert = commands.add_parser(
         "convert",
         help="write a model as a GGUF file with quantised weights",
@@ -58,7 +58,7 @@ def add_convert(commands: Commands) -> None:
 
 
 def add_token(commands: Commands) -> None:
-    """`quire token`."""
+    """Adds `quire token`."""
     token = commands.add_parser(
         "token",
         help="make a bearer token for a tenant",
@@ -72,7 +72,7 @@ def add_token(commands: Commands) -> None:
 
 
 def add_pool(commands: Commands) -> None:
-    """`quire pool`."""
+    """Adds `quire pool`."""
     pool = commands.add_parser("pool", help="make certificates for workers on other hosts")
     actions = pool.add_subparsers(dest="action", required=True, metavar="init")
     init = actions.add_parser(
@@ -100,7 +100,7 @@ def _addresses(text: str) -> str:
 
 
 def add_worker(commands: Commands) -> None:
-    """`quire worker`."""
+    """Adds `quire worker`."""
     worker = commands.add_parser(
         "worker",
         help="run a worker for a gateway on another host",

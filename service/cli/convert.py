@@ -1,4 +1,4 @@
-"""`quire convert`: finds a model, and becomes the process that writes it as a file, which needs torch."""
+"""`quire convert`: finds a model, then executes the process that writes it as a file, which needs torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.common.protocol import EXIT_CONFIG
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status if there is nothing to convert; else the process becomes another one."""
+    """Executes another program in this process. Returns an exit status only if nothing can be converted."""
     model, out = str(options.model), Path(options.out).absolute()
     if not is_model(model) or model == WEIGHTLESS_MODEL:
         problem = "it has no weights" if model == WEIGHTLESS_MODEL else model_problem(model)
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write(model: Path, out: Path, quantization: str) -> int:
-    """Becomes the process that writes, so that signals and the exit status are its own."""
+    """Executes the program that writes the file, so that signals and the exit status are its own."""
     command = [sys.executable, "-P", "-m", "workers.convert", str(model), str(out), quantization]
     environment = os.environ | {"PYTHONPATH": child_process.import_path()}
     os.execve(sys.executable, command, environment)  # noqa: S606 - no shell is needed

@@ -1,11 +1,11 @@
-"""Finds a model of the Hugging Face hub: in the local cache, or else by a download.
+"""Finds a model of the Hugging Face hub: in the local cache, or by a download.
 
 A complete model in the cache is used without asking the hub for a newer revision. A download fetches only
 what serving needs (config, tokenizer, chat templates, weights as safetensors); never pickles
 or code. The environment variables of the hub's library apply: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
 HF_TOKEN, HF_ENDPOINT.
 
-Importing this module loads the hub's library: import it where a model of the hub is asked for.
+Importing this module loads the hub's library, so import it only where a model of the hub is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-# Before the library is imported. The hub learns which model is requested, but gets no telemetry.
+# Set before the library is imported. The hub learns which model is requested, but gets no telemetry.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from huggingface_hub import HfApi, constants, errors, snapshot_download
@@ -38,10 +38,10 @@ _SMALL = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
     "model.safetensors.index.json", "quantize_config.json", "quant_config.json",
-    # Of sentence-transformers: how hidden states become an embedding.
+    # Files of sentence-transformers: how hidden states become an embedding.
     "modules.json", "[0-9]_*/config.json",
 )  # fmt: skip
-# In one file or in many. Not those in directories, nor in another layout (`consolidated.safetensors`).
+# Weights in one or many files; not in directories, nor in another layout (`consolidated.safetensors`).
 _WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$", re.ASCII)
 _GGUF = ".gguf"
@@ -59,15 +59,15 @@ _STEP_PERCENT = 10
 
 
 if is_this_machine(_HOST := urlsplit(constants.ENDPOINT).hostname or ""):
-    # A mirror on this machine. The library's HTTP clients read the proxies of the environment.
+    # A mirror on this machine must not go through the proxies of the environment.
     _others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     os.environ["no_proxy"] = f"{_others},{_HOST}" if _others else _HOST
 
 
 class HubError(Exception):
-    """A model is not available. The message is one line that says why and what to do.
+    """A model is not available. The message is one line with the reason and what to do.
 
-    `status`: the exit status of a server that wanted it.
+    `status`: the exit status of a server that needs the model.
     """
 
     def __init__(self, message: str, status: int = 1) -> None:
@@ -76,14 +76,14 @@ class HubError(Exception):
 
 
 def find_model(model: str, revision: str | None) -> Path:
-    """The model's directory or GGUF file in the local cache, after a download if necessary.
+    """Returns the model's directory or GGUF file in the local cache. Downloads it if necessary.
 
     Args:
-        model: ORG/NAME, validated; with a colon and what the name of a GGUF file has, that file.
+        model: ORG/NAME, validated; or ORG/NAME:NAME for a GGUF file, see `gguf_files`.
         revision: A commit, branch or tag, validated; None: the main branch.
 
     Raises:
-        HubError: It is not in the cache, and cannot be downloaded or must not be.
+        HubError: It is not in the cache, and cannot or must not be downloaded.
     """
     hub_id, _, wanted = model.partition(":")
     cached, problem = _look_in_cache(hub_id, wanted, revision)
@@ -99,16 +99,16 @@ def find_model(model: str, revision: str | None) -> Path:
 
 
 def _not_here(hub_id: str, revision: str | None, problem: str) -> HubError:
-    """Why what the cache lacks is not downloaded."""
+    """The error for a model that is not in the cache and must not be downloaded."""
     first = _download_command(hub_id, revision)
     text = f"{_named(hub_id, revision)} is no directory here and {problem}; HF_HUB_OFFLINE is set: {first}"
     return HubError(text)
 
 
 def _look_in_cache(hub_id: str, wanted: str, revision: str | None) -> tuple[Path | None, str]:
-    """The snapshot in the local cache, or the first of its GGUF files that are `wanted`, if it is complete.
+    """The snapshot in the local cache if it is complete, or the first of its GGUF files named `wanted`.
 
-    Else None and the problem.
+    Otherwise None and the problem.
     """
     where = f"in the cache {constants.HF_HUB_CACHE}"
     patterns = [f"*{_GGUF}"] if wanted else [*_SMALL, _WEIGHTS]
@@ -119,7 +119,7 @@ def _look_in_cache(hub_id: str, wanted: str, revision: str | None) -> tuple[Path
     except errors.IncompleteSnapshotError as error:
         if not wanted:
             return None, f"is not whole {where}"
-        # Other GGUF files are missing, maybe.
+        # Maybe only other GGUF files are missing.
         directory = Path(error.snapshot_path or "")
     except errors.LocalEntryNotFoundError:
         return None, f"is not {where}"
@@ -135,10 +135,10 @@ def _look_in_cache(hub_id: str, wanted: str, revision: str | None) -> tuple[Path
 
 
 def gguf_files(names: Iterable[str], wanted: str) -> list[str]:
-    """The sorted GGUF files of a repository that have a name, such as Q4_K_M; empty if there are none.
+    """The sorted GGUF files of a repository with a name, such as Q4_K_M. Empty: there are none.
 
-    The name is before the end of a file's, or that of its directory; of several models the one with the
-    shortest name is taken.
+    The name is the end of the file's name (before shard number and suffix), or its directory's name. Of
+    several models the one with the shortest name is chosen.
     """
     ends = re.compile(rf"(.*[-._/]|){re.escape(wanted)}(-\d+-of-\d+)?\.gguf", re.IGNORECASE | re.ASCII)
     inside = re.compile(rf"(.*/)?{re.escape(wanted)}/[^/]*\.gguf", re.IGNORECASE)
@@ -150,25 +150,25 @@ def gguf_files(names: Iterable[str], wanted: str) -> list[str]:
 
 
 def _count_of(name: str) -> int:
-    """The number of files of the model that this file is of."""
+    """The number of files of the model that this file belongs to."""
     found = _GGUF_SHARD.search(name)
     return 1 if found is None else int(found[1])
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether a snapshot has what is needed. The library knows that of its own downloads only."""
+    """Whether a snapshot has all files. The library checks this only for its own downloads."""
     weights = [path.name for path in directory.glob(_WEIGHTS) if path.is_file()]
     counts = [int(found[1]) for name in weights if (found := _SHARD.search(name)) is not None]
     return (directory / _CONFIG).is_file() and len(weights) >= max(counts, default=1)
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
-    """Downloads the files that are not in the cache. Raises HubError and errors of the library."""
+    """Downloads the files that are missing in the cache. Raises HubError and the library's errors."""
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     _check_can_be_served(hub_id, sizes)
     small, hidden = [*_SMALL], _progress(lambda _: None)
-    # By the name of the revision, so that the cache knows that name. The weights are of the same commit.
+    # Named by the revision, so that the cache records that name. The weights are of the same commit.
     directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=small, tqdm_class=hidden))
     if problem := quantised(directory):
         raise HubError(f"{hub_id} cannot be served: {problem}", EXIT_CONFIG)
@@ -178,7 +178,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 
 def _download_gguf(hub_id: str, wanted: str, revision: str | None) -> Path:
-    """As `_download`, of GGUF files. Returns the first."""
+    """As `_download`, for GGUF files. Returns the first one."""
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     chosen = gguf_files(sizes, wanted)
@@ -189,14 +189,14 @@ def _download_gguf(hub_id: str, wanted: str, revision: str | None) -> Path:
             f"{hub_id} cannot be served: it has {len(chosen)} of {_count_of(chosen[0])} files of {wanted}"
         )
     total_bytes = sum(map(sizes.__getitem__, chosen))
-    # By the name of the revision, so that the cache knows that name.
+    # Named by the revision, so that the cache records that name.
     patterns = [*map(glob.escape, chosen)]
     directory = _fetch(hub_id, revision, revision, patterns, total_bytes)
     return directory / chosen[0]
 
 
 def _gguf_names(names: Iterable[str]) -> str:
-    """Which GGUF files there are, by what names them; "": none."""
+    """The names of the GGUF files of a repository, as text for an error. Empty: none."""
     files = [name for name in names if name.endswith(_GGUF) and not _is_projector(name)]
     found = [(_GGUF_NAME.search(name), Path(_GGUF_SHARD.sub(_GGUF, name)).stem) for name in files]
     named = sorted({match[1].upper() if match else whole for match, whole in found})
@@ -204,16 +204,16 @@ def _gguf_names(names: Iterable[str]) -> str:
 
 
 def _is_projector(name: str) -> bool:
-    """Whether a file is that of the images of a model."""
+    """Whether a file is a model's multimodal projector."""
     return name.rpartition("/")[2].startswith(_PROJECTOR)
 
 
 def _fetch(
     hub_id: str, revision: str | None, commit: str | None, patterns: Sequence[str], total_bytes: int
 ) -> Path:
-    """Downloads the large files of a model, of a commit or of what has its name. Returns the directory."""
+    """Downloads the large files of a model at a commit or revision. Returns the directory."""
     _print(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
-    # On a terminal the library shows its own bars.
+    # On a terminal the library shows its own progress bars.
     progress = None if sys.stderr.isatty() else _progress(_print_tenths(total_bytes))
     return Path(snapshot_download(hub_id, revision=commit, allow_patterns=[*patterns], tqdm_class=progress))
 
@@ -272,7 +272,7 @@ def _named(hub_id: str, revision: str | None) -> str:
 
 
 def _download_command(hub_id: str, revision: str | None) -> str:
-    """What the operator can do instead. The command `hf` is part of the hub's library."""
+    """The command that downloads a model. `hf` is part of the hub's library."""
     where = "" if revision is None else f" --revision {revision}"
     return f"download it first (hf download {hub_id}{where}), or name a directory that holds it"
 
@@ -286,7 +286,7 @@ def _print(text: str) -> None:
 
 
 def _print_tenths(total_bytes: int) -> Callable[[int], None]:
-    """Returns what prints a line to standard error for each tenth of a download."""
+    """Returns a function that prints a line to standard error for each tenth of a download."""
     printed = 0
 
     def report(done_bytes: int) -> None:
@@ -300,20 +300,20 @@ def _print_tenths(total_bytes: int) -> Callable[[int], None]:
 
 
 def _progress(report: Callable[[int], None]) -> Any:
-    """A tqdm class that shows nothing, and reports how many bytes there are of all files."""
+    """A tqdm class that shows nothing, and reports the downloaded bytes of all files."""
 
     class Progress(tqdm):
         # Otherwise tqdm starts a thread that refreshes stalled bars.
         monitor_interval = 0
 
         def __init__(self, *args: Any, **settings: Any) -> None:
-            # Others count files, or what comes through the network.
+            # Other bars count files, or bytes of the network.
             self._has_bytes = settings.get("name") == "huggingface_hub.snapshot_download"
             shown = {"disable": False, "leave": False, "file": io.StringIO()}
             super().__init__(*args, **(settings | shown))  # type: ignore[no-untyped-call]
 
         def display(self, *_: object, **__: object) -> None:
-            """Called by tqdm from time to time, and at the end."""
+            """Reports the progress. tqdm calls this from time to time, and at the end."""
             if self._has_bytes:
                 report(int(self.n))
 

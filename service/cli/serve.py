@@ -25,14 +25,14 @@ from service.server import run_gateway
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 
-# The settings of a gateway that is only made, beside a directory of its own: it meets no other one.
+# Settings of the gateway that a check makes, so that it does not interfere with a running one.
 _ALONE = {"listen": "127.0.0.1:0"}
-# Settings of an extension that may not be installed.
-_OF_OTHERS = {"gateways": 1, "shards": 1, "peer_listen": ""}
+# The same, for settings of an extension that may not be installed.
+_EXTENSION_DEFAULTS = {"gateways": 1, "shards": 1, "peer_listen": ""}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until a signal, unless it is only to check. Returns the exit status."""
+    """Serves until a signal, or only checks the settings. Returns the exit status."""
     settings = read_settings(vars(options), os.environ)
     for error in settings.errors:
         print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(settings: Settings) -> int:
-    """Says what is given. Makes all parts of a gateway that starts nothing, and changes nothing on disk.
+    """Prints the given settings, then makes all parts of a gateway. Starts nothing, changes nothing on disk.
 
     Raises ConfigError.
     """
@@ -63,7 +63,7 @@ def _check(settings: Settings) -> int:
     config = settings.config
     if problem := refusal(config):
         raise ConfigError("model", "", config.model, problem)
-    alone = _ALONE | {name: default for name, default in _OF_OTHERS.items() if name in values}
+    alone = _ALONE | {name: default for name, default in _EXTENSION_DEFAULTS.items() if name in values}
     with tempfile.TemporaryDirectory() as directory:
         of_check = directory if data_directory(config) is not None else None
         try:
@@ -77,9 +77,9 @@ def _check(settings: Settings) -> int:
 
 
 async def _make_parts(config: Config) -> bool:
-    """Reads certificates, tokens and files of extensions. Raises ConfigError.
+    """Makes the parts of a gateway, which read certificates, tokens and files. Raises ConfigError.
 
-    Returns whether an extension has the journal.
+    Returns whether an extension provides the journal.
     """
     in_memory = Extension()
     in_memory.journal = _open_in_memory
@@ -95,7 +95,7 @@ async def _open_in_memory(*_: object) -> Journal:
 
 
 def _run(config: Config) -> int:
-    """Raises ConfigError for a setting that is checked only when it is used, or StateUnusable."""
+    """Runs the server. Raises StateUnusable, and ConfigError for a setting that is checked when used."""
     if is_hub_model(config.model) and not config.has_remote_workers:
         from service.cli import hub
 

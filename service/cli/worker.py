@@ -1,4 +1,4 @@
-"""`quire worker`: runs a worker for gateways of other hosts, again whenever it ends or hangs."""
+"""`quire worker`: runs a worker for gateways of other hosts, and restarts it whenever it ends or hangs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from workers.common import child_process
 from workers.common.protocol import EXIT_CONFIG
 
-# Between two starts: at first, and at most.
+# The delay between two starts: the first, and the longest.
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
-# A worker that ran for this long did not fail at its start.
+# After a worker ran for this long, the delay is reset.
 _SETTLED_S = 30.0
-# How long it may take to end. One that hangs, or is stopped by a signal, does not end by itself.
+# How long it may take to end. A worker that hangs, or is suspended, does not end by itself.
 _STOP_GRACE_S = 10.0
-# Until its event loop runs, it may take longer by this.
+# Added to the hang timeout until its event loop runs.
 _START_S = 60.0
 _TICK_S = 0.5
 _FLAGS = ("pool", "gateway", "model", "device", "device_index", "threads", "kv_pages", "log_level")
@@ -31,7 +31,7 @@ _PATHS = ("pool", "model")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs until SIGTERM, SIGINT, or a configuration that cannot work. Returns the exit status."""
+    """Runs until SIGTERM, SIGINT, or a configuration error. Returns the exit status."""
     command = _command(options)
     stopping = threading.Event()
     child: subprocess.Popen[bytes] | None = None
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    """The command that starts the worker, in another directory."""
+    """The command that starts the worker, valid in any directory."""
     # -P: modules are not imported from the current directory.
     command = [sys.executable, "-P", "-m", "workers.__main__"]
     for name in _FLAGS:
@@ -82,9 +82,9 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _start(command: Sequence[str], said: int) -> subprocess.Popen[bytes] | None:
-    """`said`: what it writes to while it is alive. None: it cannot be started for now."""
+    """Starts a worker. None: it cannot be started now. `said`: the pipe it writes to while it is alive."""
     try:
-        # It ends when its standard input closes: with this process, whatever ends that.
+        # The worker ends when its standard input closes, and so whenever this process ends.
         return subprocess.Popen(  # noqa: S603
             [*command, "--alive-fd", str(said)],
             stdin=subprocess.PIPE,
@@ -98,9 +98,9 @@ def _start(command: Sequence[str], said: int) -> subprocess.Popen[bytes] | None:
 
 
 def _wait(child: subprocess.Popen[bytes], alive: int, hang_timeout_s: float) -> int:
-    """Returns the exit status. Kills a worker that says nothing for so long: no gateway can do that.
+    """Waits for the worker's end. Returns its exit status. Kills a worker that is silent for the timeout.
 
-    Counts the seconds in which this process ran: a pause of both says nothing about the worker.
+    Only seconds in which this process ran count: a pause of the machine says nothing about the worker.
     """
     silent_s = -_START_S
     while child.poll() is None:

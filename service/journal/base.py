@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from service.caches.ledger import Ledger
 from service.caches.records import Record
 
-# Called with True if the records are as durable as the journal promises, with False if none is stored.
+# Called with True if the records are as durable as the journal promises, or False if none of them is stored.
 OnCommitted = Callable[[bool], None]
 
 
@@ -20,30 +20,30 @@ class JournalUnusable(Exception):
 
 
 class OwnershipLost(Exception):
-    """The journal is another gateway's now, or is not as this one has left it.
+    """The journal belongs to another gateway now, or was changed by another program.
 
-    Nothing can be appended by this gateway any more, for ever: its core has to stop.
+    This gateway can never append to it again: its core has to stop.
     """
 
 
 class Journal:
-    """Stores records. All methods are called on the event loop. Only `close` waits for the disk.
+    """Stores records. All methods must be called on the event loop. Only `close` waits for the disk.
 
-    This one stores nothing: caches survive a restart of workers, but not of the gateway.
+    This base class stores nothing: caches survive a restart of workers, but not of the gateway.
     """
 
-    # Each is called for each durable commit, with the seconds since it was given.
+    # Called after each durable commit with its duration in seconds.
     on_latency: tuple[Callable[[float], None], ...] = ()
 
     @property
     def oldest_waiting_s(self) -> float:
-        """Age of the oldest commit that has not finished; 0 if there is none."""
+        """The age of the oldest unfinished commit. 0: there is none."""
         return 0.0
 
     def bind_ledger(self, ledger: Ledger) -> None:
-        """Lets the journal compact itself with the state that its records leave, which it only reads.
+        """Enables compaction, for which the journal reads the state of the ledger.
 
-        From now on whoever commits has to apply the records to the ledger first thing in `on_committed`.
+        From now on `on_committed` must apply the records to the ledger before it does anything else.
         """
 
     def commit(self, _records: Sequence[Record], on_committed: OnCommitted) -> None:
@@ -54,14 +54,14 @@ class Journal:
         on_committed(True)
 
     async def sync(self) -> None:
-        """Returns when all that is committed survives a crash of the system, as far as that can be had."""
+        """Waits until all commits survive a crash of the system, as far as the storage allows."""
 
     async def run(self) -> None:
-        """Does what has to be done from time to time, until cancelled. Then it ends what is left to do.
+        """Runs periodic work, such as compaction, until cancelled. Then finishes the remaining work.
 
         Raises OwnershipLost.
         """
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """Waits, for a bounded time, until all commits have finished. Closes the files."""
+        """Waits for a bounded time until all commits have finished. Closes the files."""

@@ -1,9 +1,9 @@
-"""When records were written, by the system's clock as it is set now.
+"""Converts the times of records after the system's clock was set.
 
-A journal has the time of each record by the clock as it was set then. If it is set by an hour, leases of
-half an hour would seem to have run out at the next start. So a value in the journal says when the system was
-booted, by that clock: by what this has moved since, the clock was set. Of other boots, and of other hosts,
-nothing is known.
+A record has the time at which it was written, by the system's clock. If the clock is then set forward by an
+hour, leases of half an hour seem to have expired at the next start. So a value in the journal has the time of
+the system's boot by the clock: if that has moved, the clock was set by as much. For other boots and other
+hosts nothing is corrected.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from service.journal.segments import boot_id
 from service.journal.values import StoredValues
 
 _NAME: Final = "clock"
-# The id of the boot, and its Unix time in seconds.
+# The boot id, and the Unix time of the boot in seconds.
 _LAYOUT: Final = struct.Struct("<16sd")
 _INTERVAL_S: Final = 1.0
-# Less does not matter to leases: a clock that is adjusted slowly needs half an hour for it.
+# Smaller changes do not matter to leases. A clock that is slewed needs half an hour for this much.
 _TOLERANCE_S: Final = 1.0
 
 
@@ -30,7 +30,7 @@ def _booted_s() -> float:
 
 
 def _moved_s(value: bytes) -> float | None:
-    """By how much the clock was set since a value was stored. None: it is of another boot."""
+    """By how much the clock was set since a value was stored. None: the value is of another boot."""
     if len(value) != _LAYOUT.size:
         return None
     boot, booted_s = _LAYOUT.unpack(value)
@@ -38,20 +38,23 @@ def _moved_s(value: bytes) -> float | None:
 
 
 class ClockSettings:
-    """For one recovery."""
+    """Converts the times of records during one recovery."""
 
     def __init__(self) -> None:
         self._moved_s = 0.0
 
     def as_set_now(self, record: Record, wall_s: float) -> float:
-        """The time at which the next record of a journal was written, by the clock as it is set now."""
+        """The time at which the journal's next record was written, by the clock as it is set now."""
         if isinstance(record, ValueStored) and record.name == _NAME:
             self._moved_s = _moved_s(record.value) or 0.0
         return wall_s + self._moved_s
 
 
 async def note_clock_settings(values: StoredValues) -> None:
-    """Stores how the clock is set, and again when it was set, until cancelled; nothing without a boot id."""
+    """Stores the time of the boot, and again whenever the clock was set, until cancelled.
+
+    Nothing is stored without a boot id.
+    """
     while any(boot_id()):
         moved_s = _moved_s(values.get(_NAME))
         if moved_s is None or abs(moved_s) > _TOLERANCE_S:

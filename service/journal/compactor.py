@@ -1,7 +1,7 @@
 """Compaction of a journal: restates every cache and value in one record, then drops all earlier records.
 
-A pass begins at a moment without unfinished commits, when the ledger and the journal agree. From this mark
-on, each cache is restated before any other record of it, so that the journal is complete without the records
+A pass begins at a moment without unfinished commits, when the ledger and the journal agree. After this mark
+each cache is restated before any other record of it, so that the journal is complete without the records
 before the mark. Caches in use are restated with their next record, the others in portions. A failed write
 ends the pass, and nothing is dropped. No I/O, no clock.
 """
@@ -24,16 +24,16 @@ from service.caches.records import (
 from service.caches.segments import Segment
 from service.journal.base import OnCommitted
 
-# Size of a portion, unless a single cache has more: 128 KiB, a millisecond or two.
+# The size of a portion, unless a single cache has more: 128 KiB, a millisecond or two.
 PORTION_TOKENS: Final = 1 << 15
 _PORTION_CACHES: Final = 256
 
 
 class Compactor:
-    """Runs passes, one at a time. Reads the ledger, never changes it.
+    """Runs passes, one at a time. Reads the ledger and never changes it.
 
-    While `is_underway`, the journal gives it all commits. Their callers must apply the records to the ledger
-    first thing in `on_committed`. The added records do not change the ledger.
+    While `is_underway`, all commits of the journal go through it. Their `on_committed` must first apply the
+    records to the ledger. The added records do not change the ledger.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Compactor:
     ) -> None:
         """`append`: writes a commit.
 
-        on_begin: Sets the mark behind all that was appended so far. No commit is unfinished.
-        on_complete: Drops what was appended before the mark.
+        on_begin: Sets the mark after everything appended so far. No commit is unfinished then.
+        on_complete: Drops everything before the mark.
         """
         self.is_underway = False
         self._ledger = ledger
@@ -55,21 +55,21 @@ class Compactor:
         self._on_begin = on_begin
         self._on_complete = on_complete
         self._portion_tokens = portion_tokens
-        # Commits that wait for the begin of a pass, in order. None: the pass has begun.
+        # Commits that wait for the pass to begin, in order. None: it has begun.
         self._held: list[tuple[Sequence[Record], OnCommitted]] | None = None
         # Counts the passes, so that a late callback does not affect the next one.
         self._pass = 0
-        # The caches that are not restated yet, in order.
+        # The numbers of caches that are not restated yet, in order.
         self._pending: dict[int, None] = {}
-        # Unfinished commits of the pass itself, or with restated caches.
+        # The number of unfinished commits that have restated caches or are the pass's own.
         self._unfinished = 0
-        # For segments that several caches hold: one of these caches that is restated.
+        # For segments that caches share: a restated cache that holds the segment.
         self._holders: dict[Segment, int] = {}
-        # Restated caches that were truncated or released since: nothing is shared with them.
+        # Restated caches that were truncated or released since: no tokens are shared with them.
         self._shrunk: set[int] = set()
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        """As `Journal.commit`. Restates caches of these records first, if the pass has not done so yet."""
+        """As `Journal.commit`. First restates the caches of these records that are still pending."""
         if self._held is not None:
             self._held.append((records, on_committed))
             return
@@ -89,14 +89,14 @@ class Compactor:
             self._append(records, on_committed)
 
     def start(self) -> None:
-        """Starts a pass. To be called when none is underway."""
+        """Starts a pass. Must be called only when none is underway."""
         self.is_underway, self._held = True, []
         self._pass += 1
         # When this empty commit is finished, so are all earlier ones.
         self._append((), self._begin)
 
     def step(self) -> None:
-        """Restates a portion of the caches. To be called from time to time during a pass."""
+        """Restates a portion of the caches. Must be called from time to time during a pass."""
         if self._held is not None:
             return
         restated: list[CacheRestated] = []
@@ -117,7 +117,7 @@ class Compactor:
         if ok:
             self._pending = dict.fromkeys(state.number for state in self._ledger)
             self._on_begin()
-            # Also if there is nothing: this commit completes a pass without caches.
+            # Committed even if empty: this completes a pass without caches.
             values = [ValueStored(name, value) for name, value in self._ledger.values.items()]
             self._commit(values, (), lambda _ok: None)
         else:
@@ -145,16 +145,16 @@ class Compactor:
 
     def _end(self) -> None:
         self.is_underway = False
-        # The segments would keep tokens of released caches in memory.
+        # Otherwise the segments would keep the tokens of released caches in memory.
         self._pending, self._holders, self._shrunk = {}, {}, set()
 
     def _restate(self, number: int) -> CacheRestated:
-        """The record of a pending cache. It shares tokens with a restated cache, if one has the same."""
+        """The record of a pending cache. It shares tokens with a restated cache if one has the same."""
         del self._pending[number]
         state = self._ledger.get(number)
         assert state is not None
         holder = self._holder(state)
-        # Registers the cache as holder of its segments, up to those of `holder`.
+        # Registers the cache as holder of its segments, except those that `holder` shares.
         for segment in reversed(state.tokens.segments):
             if holder is not None and self._holders.get(segment) == holder.number:
                 break
@@ -163,7 +163,7 @@ class Compactor:
         return self._ledger.restate(number, holder)
 
     def _forget(self, number: int) -> CacheRestated:
-        """The record of a pending cache that is released in the same commit: its content does not matter."""
+        """The record of a pending cache that is released in the same commit. Its content does not matter."""
         del self._pending[number]
         return CacheRestated(number, "", "", b"", 0, 0.0, "", 0, 0, None, None, 0, 0, ())
 

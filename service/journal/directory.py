@@ -1,4 +1,4 @@
-"""The lock of a data directory, and failures of its files as messages for the operator."""
+"""The lock of a data directory, and translation of file errors to messages for the operator."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from typing import Final
 from service.journal.base import JournalUnusable
 from workers.common.trusted import make_private
 
-# Locked while a gateway uses the directory; contains its pid.
+# The lock file: locked while a gateway uses the directory. Contains its pid.
 LOCK: Final = "lock"
 
 
 @contextlib.contextmanager
 def translate_errors(path: Path) -> Iterator[None]:
-    """Turns errors of the system into JournalUnusable."""
+    """Turns OSError into JournalUnusable."""
     try:
         yield
     except OSError as error:
         advice = "Make sure that it can be written to, and that the disk has room and works."
         if isinstance(error, FileExistsError | NotADirectoryError):
             advice = "It must be a directory, but is a file: choose another one with --data-dir."
-        named = error.filename2 or error.filename or path  # of a copy that which is written
+        named = error.filename2 or error.filename or path  # filename2: the target of a copy
         raise JournalUnusable(f"{named}: {error.strerror}. {advice}") from error
 
 
 def lock(directory: Path) -> int:
-    """Locks a data directory, made if it is missing, until the result is closed. Raises JournalUnusable.
+    """Locks a data directory until the returned descriptor is closed. Creates a missing one.
 
-    In a directory of others the lock could be a link to any file, which is written to here.
+    Raises JournalUnusable, also for another user's directory: its lock could be a link to any file, and the
+    lock is written to.
     """
     path = directory / LOCK
     with translate_errors(directory):
@@ -53,9 +54,9 @@ def lock(directory: Path) -> int:
 
 
 def lock_itself(directory: Path) -> int:
-    """Opens and locks a directory, until the result is closed. Raises JournalUnusable, OSError.
+    """Locks a directory itself until the returned descriptor is closed. Raises JournalUnusable, OSError.
 
-    Unlike a file in it, it cannot be removed while it is in use. Some network file systems cannot lock it.
+    Unlike a lock file, it cannot be removed while it is in use. Some network file systems cannot lock it.
     """
     locked = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Encodes records as frames, and decodes them.
+"""Encodes records as frames, and decodes frames.
 
 A frame holds the records of one or more commits. A journal is a sequence of frames, in segment files or as
 rows of PostgreSQL:
@@ -6,19 +6,18 @@ rows of PostgreSQL:
     frame   length of the payload u32, number u64, wall_ns i64, checksum of 8 bytes, payload
     payload items: kind u8, length of the body u32, body
 
-All values are little-endian, as the machines are. The checksum is BLAKE2b's, of a seed and of the frame but
-for the checksum. A seed belongs to one segment, or to one shard of a database, so that a frame of another one
-is not taken for its own.
+All values are little-endian, as the machines are. The checksum is BLAKE2b of a seed and of the frame without
+the checksum. Each segment, or each shard of a database, has its own seed, so that frames of another one are
+not accepted.
 
-An item is one record, or packed decodes: a run of appends of one token each, of any caches, with 20 bytes an
-append. The body of a record has the fields of its class in their order: integers as u64, floats as f64,
-texts, bytes and tokens behind their length as u32. A field that can be None begins with u8, whether it is
-there.
+An item is one record, or packed decodes: a run of appends of one token each, to any caches, with 20 bytes per
+append. The body of a record has the fields of its class in order: integers as u64, floats as f64; texts,
+bytes and tokens after their length as u32. A field that can be None begins with a u8: whether it is present.
 
 **The format changes only so that this code could read it too**: a new record gets a new kind; a new field
 goes to the end of its class and has a default, which is used where a body ends before the field. A program
-that meets an unknown kind or a longer body refuses the journal. It never takes a frame with a right checksum
-for a damaged one, since damaged frames at the end are dropped.
+that finds an unknown kind or a longer body refuses the journal. It never takes a frame with a correct
+checksum for a damaged one, since damaged frames at the end are dropped.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from service.caches.records import Record, TokensAppended
 
 _HEAD: Final = struct.Struct("<IQq")
 _CHECKSUM_BYTES: Final = 8
-# What a frame has beside its payload.
+# The size of a frame without its payload.
 FRAME_BYTES: Final = _HEAD.size + _CHECKSUM_BYTES
 _ITEM: Final = struct.Struct("<BI")
 _U8, _U32, _U64, _F64 = map(struct.Struct, ("<B", "<I", "<Q", "<d"))
-# Number, position, prompt_len, ownership and token, each an u32.
+# Number, position, prompt_len, ownership and token, each a u32.
 PACKED_DECODE_BYTES: Final = 20
 _PACKED_DECODE_VALUES: Final = PACKED_DECODE_BYTES // 4
 
@@ -61,15 +60,15 @@ _KIND_OF: Final = {cls: kind for kind, cls in _KINDS.items()}
 
 
 class DamagedFrame(Exception):
-    """Bytes that are no frame. The message says where, and what is wrong."""
+    """Bytes are not a valid frame. The message says where, and what is wrong."""
 
 
 class UnknownRecord(Exception):
-    """A frame with a right checksum whose payload this program cannot read: a newer version wrote it."""
+    """A frame with a correct checksum has an unknown payload: a newer version wrote it."""
 
 
 class Frame(NamedTuple):
-    """A frame as it was read, and where it ends."""
+    """A frame that was read, and where it ends."""
 
     number: int
     wall_ns: int
@@ -78,17 +77,17 @@ class Frame(NamedTuple):
 
 
 def seed_of(identity: bytes) -> blake2b:
-    """The seed of the checksums of frames that belong together."""
+    """The checksum seed of the frames of one segment or shard."""
     return blake2b(identity, digest_size=_CHECKSUM_BYTES)
 
 
 def checksum(data: bytes) -> bytes:
-    """Of something else than a frame."""
+    """The checksum of data other than a frame."""
     return blake2b(data, digest_size=_CHECKSUM_BYTES).digest()
 
 
 def seal(payloads: Sequence[bytes], number: int, wall_ns: int, seed: blake2b) -> bytes:
-    """Makes one frame of results of `encode`."""
+    """Makes one frame of several results of `encode`."""
     payload = payloads[0] if len(payloads) == 1 else b"".join(payloads)
     head = _HEAD.pack(len(payload), number, wall_ns)
     hashed = seed.copy()
@@ -98,7 +97,7 @@ def seal(payloads: Sequence[bytes], number: int, wall_ns: int, seed: blake2b) ->
 
 
 def read_frames(file: BinaryIO, end: int, seed: blake2b) -> Iterator[Frame]:
-    """The frames from where a file stands up to `end`. Raises DamagedFrame, and OSError."""
+    """Yields the frames from a file's position up to `end`. Raises DamagedFrame, OSError."""
     at = file.tell()
     while at < end:
         start = file.read(FRAME_BYTES)
@@ -155,7 +154,7 @@ def decode(payload: bytes) -> Iterator[Record]:
 
 
 def decode_packed(payload: bytes) -> Iterator[Record | bytes]:
-    """As `decode`, but leaves packed decodes packed: `PACKED_DECODE_BYTES` for each append of one token."""
+    """As `decode`, but yields packed decodes as bytes: `PACKED_DECODE_BYTES` for each append of one token."""
     body = _Body(payload)
     while body.at < body.end:
         kind, length = _ITEM.unpack(body.take(_ITEM.size))
@@ -172,7 +171,7 @@ def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[by
     try:
         packed = array("I", values)
     except OverflowError:
-        # A value needs more than 32 bits, for which other items have room.
+        # A value needs more than 32 bits: encode each append as a record instead.
         return [_encode_one(record) for record in records]
     body = packed.tobytes()
     return [_ITEM.pack(_PACKED_DECODES, len(body)) + body]
@@ -198,11 +197,11 @@ def _decode_one(kind: int, item: bytes) -> Record:
     return record
 
 
-# How values are encoded, by the types of their fields.
+# Codecs of values, by the types of fields.
 
 
 class _Body:
-    """Bytes that are read in order, never beyond their end."""
+    """A bounds-checked reader of bytes."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -254,7 +253,7 @@ _CODECS: Final[dict[Any, _Codec]] = {
 
 
 def _codec_of(kind: Any) -> _Codec:
-    """Of a class of records, or of the type of a field."""
+    """The codec for a class of records or the type of a field."""
     if kind not in _CODECS:
         if isinstance(kind, UnionType):
             codec = _optional(_codec_of(typing.get_args(kind)[0]))
@@ -278,7 +277,7 @@ def _list_of(codec: _Codec) -> _Codec:
         return _U32.pack(len(values)) + b"".join(map(codec.write, values))
 
     def read(body: _Body) -> list[Any]:
-        # A wrong count fails at the end of the body.
+        # A count that is too large fails at the end of the body.
         return [codec.read(body) for _ in range(*_U32.unpack(body.take(_U32.size)))]
 
     return _Codec(write, read)

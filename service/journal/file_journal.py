@@ -1,9 +1,8 @@
 """A journal in segment files. Records survive a crash of the gateway; with `sync` "full", of the system.
 
-With "normal", a crash of the system may lose the commits of the last seconds. It never loses earlier ones, so
-that the journal has no gaps. A commit is one write into the system's memory, which takes less than to wake a
-thread, so it is done on the event loop (ADR 56). A thread does what waits for the disk: with "full" each
-commit.
+With "normal", a crash of the system may lose the commits of the last seconds, but never earlier ones, so the
+journal has no gaps. A commit is one write into the page cache, which takes less time than waking a thread, so
+it is done on the event loop (ADR 56). A thread does what waits for the disk: with "full" each commit.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from service.logging import RareWarnings, get_logger
 _log = get_logger(__name__)
 
 _CLOSE_S: Final = 5.0
-# After a commit that has blocked the event loop for so long, the thread writes for a multiple of that time.
+# After a write that blocked the event loop for longer, the thread writes for a multiple of its time.
 _SLOW_S: Final = 0.02
 _PAUSE: Final = 100
-# A thread that waits for the interpreter gets it within the switch interval from one that computes, but may
-# never get it from an event loop that is always busy: that lets go of it at each turn, for less time than a
-# thread takes to wake up, which also starts the interval anew. Commits then waited for seconds. So a loop
-# that sees no progress of the thread for `_STALLED_S` sleeps for `_GIVE_WAY_S`: after `_RETRY_S` again, and
-# after twice that, since the thread may as well wait for a slow disk.
+# A thread that waits for the GIL gets it within the switch interval from a thread that computes, but may
+# never get it from a busy event loop: each turn of the loop releases the GIL for less time than a thread
+# needs to wake up, which also restarts the interval. Commits then waited for seconds. So a loop that sees no
+# progress of the thread for `_STALLED_S` sleeps for `_GIVE_WAY_S`; again after `_RETRY_S`, and then after
+# twice as long each time, since the thread may be waiting for a slow disk instead.
 _STALLED_S: Final = 0.004
 _GIVE_WAY_S: Final = 0.0002
 _RETRY_S: Final = 0.001
 _MAX_RETRY_S: Final = 0.008
 
-# The payload of a commit, or what runs on the thread between commits.
+# The payload of a commit, or a function that runs on the thread between commits.
 _Item = bytes | Callable[[], None]
 
 
 class FileJournal(StoredJournal):
-    """Owner of its files, which are locked until it is closed, and of a thread."""
+    """Owner of the files, which are locked until it is closed, and of a thread."""
 
     def __init__(
         self, directory: Path, apply: Apply, sync: Sync = "normal", compaction_bytes: int = COMPACTION_BYTES
     ) -> None:
-        """Creates missing files, and applies all records; those of a cache and of its forks in order.
+        """Creates missing files, and applies all records: in order for each cache and its forks.
 
         Consecutive appends are merged. Raises JournalUnusable, maybe after some records.
         """
@@ -59,16 +58,16 @@ class FileJournal(StoredJournal):
         recovery = Recovery(apply)
         self._segments = Segments(directory, sync, recovery)
         self._size_bytes = recovery.size_bytes
-        # Why nothing can be written any more, for ever.
+        # Why nothing can ever be written again. Empty: it can.
         self._loss = ""
         self._lost = asyncio.Event()
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
-        # How many items the thread was given, and has finished: the second is the thread's own.
+        # The numbers of items given to the thread, and finished by it. Only the thread writes the second.
         self._given_items = self._done_items = 0
         self._is_watched = False
-        # No commit is written on the event loop before.
+        # The time before which no commit is written on the event loop.
         self._on_loop_from = math.inf if sync == "full" else 0.0
         self._warn = RareWarnings(__name__, directory=str(directory))
 
@@ -80,10 +79,10 @@ class FileJournal(StoredJournal):
                 self._segments.append((payload,))
                 return True
             except FileChanged:
-                # To look at all frames takes long.
+                # Another program wrote to the file. Checking all frames takes long: leave it to the thread.
                 pass
             except BaseException as error:
-                # Whatever it is: later commits can be written.
+                # Of any type: the commit fails, and later ones can be written.
                 self._warn("a write to the journal failed", error)
                 return False
             finally:
@@ -145,7 +144,7 @@ class FileJournal(StoredJournal):
             asyncio.get_running_loop().call_later(_STALLED_S, self._watch, self._done_items, _RETRY_S)
 
     def _watch(self, done_items: int, retry_s: float) -> None:
-        """Lets the thread run if it has finished nothing since `done_items`. Called until it has no more."""
+        """Lets the thread run if it has finished nothing since `done_items`. Repeats while it has items."""
         loop = asyncio.get_running_loop()
         if self._done_items == self._given_items or self._has_ended:
             self._is_watched = False
@@ -164,7 +163,7 @@ class FileJournal(StoredJournal):
             self._thread.start()
 
     async def _on_thread(self, work: Callable[[], None], warning: str) -> bool:
-        """Runs it on the thread. False: it failed."""
+        """Runs `work` on the thread. False: it failed."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[bool] = loop.create_future()
 
@@ -207,7 +206,7 @@ class FileJournal(StoredJournal):
                 self._done_items += 1
 
     def _append(self, payloads: list[bytes]) -> bool:
-        """Whether they are durable. Holds the lock."""
+        """Appends payloads on the thread, which holds the lock. Returns whether they are durable."""
         try:
             if self._loss:
                 return False
@@ -221,7 +220,7 @@ class FileJournal(StoredJournal):
             self._loss = str(error)
             self._call_soon(self._loop, self._lost.set)
         except BaseException as error:
-            # Whatever it is: the commits are reported, and later ones can be written.
+            # Of any type: the commits are reported as failed, and later ones can be written.
             self._warn("a write to the journal failed", error)
         return False
 

@@ -1,8 +1,8 @@
 """Applies the frames of a journal in order.
 
-The time depends on the number of records, and each decoded token is one. Therefore appends of one token are
-collected from many frames, sorted by cache, and consecutive ones are merged. The last of them is applied by
-itself, so that its repetition is recognised.
+The time of a recovery grows with the number of records, and each decoded token is one. So appends of a token
+are collected from many frames, sorted by cache, and consecutive ones are merged. The last one of a run is
+applied separately, so that its repetition is recognised.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from service.journal.encoding import FRAME_BYTES, PACKED_DECODE_BYTES, Frame, Un
 # Called with a record and the Unix time in seconds at which it was written.
 Apply = Callable[[Record, float], None]
 
-# So many packed decodes are collected (5 MiB).
+# The most packed decodes that are collected (5 MiB).
 _MAX_APPENDS: Final = 1 << 18
 
 
 class Unrecoverable(Exception):
-    """Frames are missing, damaged, or do not fit together. The message begins with the number of one."""
+    """Frames are missing, damaged or inconsistent. The message begins with the number of a frame."""
 
 
 class Recovery:
     """Applies all frames of a journal."""
 
     def __init__(self, apply: Apply) -> None:
-        # Of the frames so far.
+        # The size of the frames so far.
         self.size_bytes = 0
         self._apply = apply
-        # Packed decodes that are not applied yet, the time of each part, and how many decodes these are.
+        # Packed decodes that are not applied yet, the time of each part, and the number of decodes.
         self._packed: list[bytes] = []
         self._walls_s: list[float] = []
         self._count = 0
         self._last = 0
 
     def add(self, frame: Frame) -> None:
-        """Applies the next frame. Packed decodes wait for another record, or until there are many.
+        """Applies the next frame. Packed decodes are collected until another record or too many of them come.
 
         Raises Unrecoverable.
         """
@@ -65,7 +65,7 @@ class Recovery:
             raise self._conflict(error) from None
 
     def end(self) -> None:
-        """Ends after the last frame. Raises Unrecoverable."""
+        """Applies the remaining decodes. Must be called after the last frame. Raises Unrecoverable."""
         try:
             self._flush()
         except RecordConflict as error:
@@ -82,11 +82,11 @@ class Recovery:
 
 
 def _merged(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensAppended, float]]:
-    """Consecutive decodes (N in all) of each cache, as one append of all but the last, and that one.
+    """Merges consecutive decodes of each cache (N in all) to an append of all but the last, and the last one.
 
-    With the time at which the last one was written.
+    Each is yielded with the time at which its run's last decode was written.
     """
-    # A gateway with an empty journal does not need it.
+    # Imported late: a gateway with an empty journal does not need it.
     import numpy as np  # noqa: PLC0415
 
     values = np.frombuffer(b"".join(packed), "<u4").reshape(-1, PACKED_DECODE_BYTES // 4)  # [N, 5]

@@ -1,7 +1,7 @@
-"""Writes the segments of a journal on disk: see `segments`.
+"""Writes the segments of a journal on disk. `segments` defines their format.
 
-A frame is one write. It is checked before that no other program has written to the file, by its time and
-size, and afterwards that the file still has its name. What was written of a failed frame is cut off again.
+A frame is one write. Before it, the file's time and size show whether another program has written to the
+file; after it, the file must still have its name. The remains of a failed frame are truncated.
 """
 
 from __future__ import annotations
@@ -48,42 +48,42 @@ class FileChanged(OSError):
 
 
 class LostFrames(Exception):
-    """The frames are not as this gateway has left them. The message is for the operator."""
+    """Frames of this gateway are missing or changed. The message is for the operator."""
 
 
 class _Segment(NamedTuple):
     number: int
     fd: int
-    # A string, since a Path would cost three more function calls with each frame.
+    # A string: a Path would cost three more function calls for each frame.
     name: str
     identity: tuple[int, int]
-    # Its size and time when it was opened.
+    # The file's size and time when it was opened.
     left: tuple[int, int]
 
 
 class Segments:
-    """Owner of the files of a journal, which are locked until they are closed. All methods block.
+    """Owner of the files of a journal, which are locked until they are closed. All methods block on the disk.
 
-    `append`, `check` and `switch` need `lock`, and the others take it where they need it: while one thread
-    waits for the disk in `sync`, another one can append.
+    Callers of `append`, `check` and `switch` must hold `lock`; the other methods take it where needed. While
+    one thread waits for the disk in `sync`, another one can append.
     """
 
     def __init__(self, data_directory: Path, sync: Sync, recovery: Recovery) -> None:
-        """Applies all frames, and removes what was not written to its end. Raises JournalUnusable."""
+        """Applies all frames, and removes an incomplete last one. Raises JournalUnusable."""
         self.directory = data_directory / JOURNAL
         self.sync_mode = sync
         self.lock = threading.Lock()
-        # There are frames that are not synced.
+        # Whether there are frames that are not synced.
         self.is_unsynced = False
         self._next_number = 1
         self._boot = boot_id()
-        # The segment that is appended to, its first frame, the end of its frames, and the size and time of
-        # the file as this gateway has left it.
+        # The current segment, its first frame, the end of its frames, and the size and time of the file as
+        # this gateway has left it.
         self._segment: _Segment
         self._first_frame = 1
         self._size = 0
         self._left = (0, 0)
-        # The one that comes next, and earlier ones that are not synced.
+        # The prepared next segment, and earlier segments that are not synced.
         self._next: _Segment | None = None
         self._earlier: list[_Segment] = []
         self._open: list[_Segment] = []
@@ -127,7 +127,7 @@ class Segments:
             )
         first = found.end.first_segment
         for number in segment_numbers(self.directory):
-            # Obsolete, or behind the end.
+            # Obsolete, or after the end of the journal.
             if not first <= number <= found.segment:
                 segment_path(self.directory, number).unlink()
         self._next_number, self._end, self._first_frame = found.next_number, found.end, found.first_of_segment
@@ -137,7 +137,7 @@ class Segments:
         self.sync()
 
     def append(self, payloads: Sequence[bytes]) -> None:
-        """Writes a frame. If it raises, whatever it is, the frame is not there: FileChanged, OSError."""
+        """Writes a frame. Raises FileChanged, OSError. After an exception the frame is not in the journal."""
         segment, number, end = self._segment, self._next_number, self._end
         frame = seal(payloads, number, time.time_ns(), self._seed)
         found = os.fstat(segment.fd)
@@ -154,12 +154,12 @@ class Segments:
                 self.is_unsynced = True
             found = os.stat(segment.name)  # noqa: PTH116
             if (found.st_dev, found.st_ino) != segment.identity or found.st_size != size:
-                # The frame would be lost with the file.
+                # The next start would not find the frame.
                 why = "it was removed or replaced while it was in use"
                 raise OSError(errno.ESTALE, why, segment.name)
             data = END_LAYOUT.pack(*end[:3], number, end.synced, self._boot)
-            # Not into a mapped file: a kill could come between two stores; and where the file is cut off, or
-            # the disk fails, the system would end the process.
+            # Not through mmap: a kill could come between two stores; and if the file is truncated or the disk
+            # fails, the system would kill the process.
             if os.pwrite(self._end_fd, data + checksum(data), 0) != END_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory / END))
         except BaseException:
@@ -169,7 +169,7 @@ class Segments:
         self._size, self._next_number = size, number + 1
 
     def _take_back(self) -> None:
-        """Cuts off what may be written of a frame. If that fails, `check` does it before the next one."""
+        """Truncates the remains of a frame. If that fails, `check` does it before the next frame."""
         with contextlib.suppress(OSError):
             if os.fstat(self._segment.fd).st_size >= self._size:
                 self._cut()
@@ -181,10 +181,10 @@ class Segments:
         self._left = found.st_size, found.st_mtime_ns
 
     def check(self) -> None:
-        """Finds out whether another program has changed frames. Raises LostFrames, OSError."""
+        """Checks whether another program has changed frames. Raises LostFrames, OSError."""
         end = self._end._replace(written=self._next_number - 1)
         try:
-            # Only whether they are there matters.
+            # Only checks that the frames exist.
             replay(self.directory, end, end.written, lambda _frame: None)
         except JournalUnusable as error:
             why = "Another program has changed the journal, or an older copy was put in its place"
@@ -193,12 +193,12 @@ class Segments:
         self._cut()
 
     def sync(self) -> None:
-        """Waits until all frames so far survive a crash of the system. Raises OSError."""
+        """Waits until all frames written so far survive a crash of the system. Raises OSError."""
         with self.lock:
             segments, last = [*self._earlier, self._segment], self._next_number - 1
             self.is_unsynced = False
         try:
-            # In order: no frame survives without those before it.
+            # In order, so that no frame survives without the ones before it.
             for segment in segments:
                 os.fdatasync(segment.fd)
         except OSError:
@@ -213,7 +213,7 @@ class Segments:
         os.fsync(self._end_fd)
 
     def prepare(self) -> None:
-        """Makes the next segment, so that `switch` makes no system call. Raises OSError."""
+        """Creates the next segment, so that `switch` needs no system call. Raises OSError."""
         if self._next is None:
             self._next = self._new_segment(self._segment.number + 1)
 
@@ -227,7 +227,7 @@ class Segments:
 
     def drop_earlier(self) -> None:
         """Removes all segments before the current one. Raises OSError."""
-        # What is alive is restated in the current one, which has to survive whatever the others would.
+        # The current segment restates all that the others have, so it must be as durable as they are.
         self.sync()
         with self.lock:
             first = self._segment.number
@@ -255,7 +255,7 @@ class Segments:
         self._seed = seed_of(header_of(self._end.journal, segment.number))
 
     def _new_segment(self, number: int) -> _Segment:
-        """It has its name when it is complete and on the disk. Raises OSError."""
+        """Creates a segment. It gets its name only when it is complete and on disk. Raises OSError."""
         path = segment_path(self.directory, number)
         unfinished = path.with_suffix(".new")
         unfinished.unlink(missing_ok=True)
@@ -288,7 +288,7 @@ class Segments:
 
 
 def _end_file(path: Path) -> int:
-    """Opens the file `end`, made if it is missing. Raises OSError."""
+    """Opens the file `end`. Creates a missing one. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         # Reserves the disk space, so that later writes cannot fail.

@@ -1,21 +1,20 @@
-"""The files of a journal on disk, in the directory `journal` of a data directory, and how they are read.
+"""Reads the files of a journal, in the directory `journal` of a data directory, and defines their format.
 
-    0000000007.log  a segment: a header, and frames behind each other
+    0000000007.log  a segment: a header, then frames
     end             which frames must exist: see `End`
 
 Frames are numbered through all segments. Only the last segment is appended to. Compaction begins a new one,
-and removes the earlier ones when all that is alive has been restated in it.
+and removes the earlier ones once all live state has been restated in it.
 
-**A frame that is not whole ends the journal, or makes it unusable.** Every frame up to the number in `end`
-has been reported as durable: if one of them is damaged or missing, nothing is used until the operator
-decides. Behind that number a frame may have been written in part when the gateway or the system crashed. It
-is dropped with whatever follows it, since nobody was told of it, or the system lost it and the operator
-allows that. A whole frame there, the last one of its file, was not reported as durable: maybe as failed, if
-it could not be cut off again. It is dropped as well, unless the system has crashed, which may have lost a
-newer `end`.
+**A damaged frame ends the journal, or makes it unusable.** Every frame up to the number in `end` has been
+reported as durable: if one of them is damaged or missing, nothing is used until the operator decides. After
+that number, a frame may have been written in part when the gateway or the system crashed. It is dropped with
+everything after it: it was not reported, or the system lost it, which the operator's setting allows. An
+intact frame there, the last one of its file, was not reported as durable; maybe as failed, if it could not be
+cut off. It is dropped, too, unless the system has crashed: that may have lost a newer `end`.
 
-The header names the journal and the number of the segment, and is part of the checksum of each frame. So a
-segment of another journal or in the place of another one is noticed, and an older copy of one ends too early.
+The header has the id of the journal and the number of the segment, and is part of the checksum of each frame.
+So segments of other journals and swapped segments are detected, and an older copy of one ends too early.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from service.journal.encoding import DamagedFrame, Frame, checksum, read_frames,
 from service.journal.recovery import Unrecoverable
 from workers.common.trusted import open_regular
 
-# What durable records survive: a crash of the gateway, or ("full") also of the system.
+# What durable records survive: a crash of the gateway ("normal"), or also one of the system ("full").
 Sync = Literal["normal", "full"]
 
 JOURNAL: Final = "journal"
@@ -50,14 +49,14 @@ END_BYTES: Final = END_LAYOUT.size + _CHECKSUM_BYTES
 
 
 class End(NamedTuple):
-    """What the file `end` says: which frames must exist.
+    """The contents of the file `end`: which frames must exist.
 
     Attributes:
         journal: The id in the header of each segment.
-        first_segment, first_frame: What is before them is obsolete. 0: not known, all that is there is used.
+        first_segment, first_frame: All before them is obsolete. 0: not known, so everything is used.
         written: The last frame that was reported as durable.
         synced: The last one that survives a crash of the system.
-        boot: Of the system, at which `written` was written.
+        boot: The id of the boot at which `written` was written.
     """
 
     journal: bytes = bytes(16)
@@ -68,31 +67,31 @@ class End(NamedTuple):
     boot: bytes = bytes(16)
 
     def encoded(self) -> bytes:
-        """With a checksum, as `read_end` reads it."""
+        """The bytes of the file, with a checksum."""
         data = END_LAYOUT.pack(*self)
         return data + checksum(data)
 
     def is_of_this_boot(self) -> bool:
-        """Whether the system has not crashed since, so that `written` is exact."""
+        """Whether the system has not crashed since, so `written` is exact."""
         return self.boot == boot_id() and any(self.boot)
 
     def must_exist(self) -> int:
         """The last frame that must exist: after a crash of the system, the last synced one.
 
-        With "full" these are the same. What the next gateway is set to does not matter.
+        With "full" the two are the same. The setting of the next gateway does not matter.
         """
         return self.written if self.is_of_this_boot() else self.synced
 
 
 class Found(NamedTuple):
-    """What `replay` has found.
+    """The result of `replay`.
 
     Attributes:
-        end: As it was read; with what was not known of the first segment and frame.
-        segment: The number of the last segment that is used, and where its frames end.
+        end: As it was read, completed by the first segment and frame if they were not known.
+        segment, size_bytes: The number of the last segment in use, and where its frames end.
         first_of_segment: The number of its first frame.
-        next_number: Of the next frame.
-        damage: Why the rest is not used. Empty: there is no rest.
+        next_number: The number of the next frame.
+        damage: Why the rest of the journal is not used. Empty: there is no rest.
     """
 
     end: End
@@ -109,12 +108,12 @@ def has_journal(data_directory: Path) -> bool:
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """The file of a segment."""
+    """The path of a segment."""
     return directory / f"{number:010}{_SUFFIX}"
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """The segments in the directory of a journal, in order; no files of other names. Raises OSError."""
+    """The sorted numbers of the segments in a journal's directory. Ignores other files. Raises OSError."""
     found = (path for path in directory.glob(f"*{_SUFFIX}") if path.stem.isdecimal())
     return sorted(int(path.stem) for path in found if path == segment_path(directory, int(path.stem)))
 
@@ -126,10 +125,10 @@ def header_of(journal: bytes, number: int) -> bytes:
 
 
 def read_end(directory: Path) -> End:
-    """What `end` says in the directory of a journal.
+    """Reads `end` in the directory of a journal.
 
-    An empty file says nothing: the system has crashed before it was written, or the operator wants to use
-    what is there. Raises JournalUnusable, OSError.
+    An empty file sets no requirements: the system crashed before it was written, or the operator has emptied
+    it to use all frames that exist. Raises JournalUnusable, OSError.
     """
     path = directory / END
     try:
@@ -138,19 +137,19 @@ def read_end(directory: Path) -> End:
     except FileNotFoundError:
         if not segment_numbers(directory):
             return End()
-        raise _without_end(path, "is missing") from None
+        raise _bad_end(path, "is missing") from None
     if not any(data):
         return End()
     end = End(*END_LAYOUT.unpack_from(data)) if len(data) == END_BYTES else End()
     if data != end.encoded():
-        raise _without_end(path, "is damaged")
+        raise _bad_end(path, "is damaged")
     return end
 
 
 def replay(directory: Path, end: End, must_exist: int, on_frame: Callable[[Frame], None]) -> Found | None:
     """Reads all frames in order. None: there are no segments, and there need not be any.
 
-    `must_exist`: frames up to this number must be there. `on_frame` may raise Unrecoverable.
+    `must_exist`: frames up to this number must exist. `on_frame` may raise Unrecoverable.
     Raises JournalUnusable, OSError.
     """
     numbers = [number for number in segment_numbers(directory) if number >= end.first_segment]
@@ -175,7 +174,7 @@ def replay(directory: Path, end: End, must_exist: int, on_frame: Callable[[Frame
 
 
 def refused(directory: Path, path: Path, why: str) -> JournalUnusable:
-    """The refusal of a journal, with what the operator can do."""
+    """The error for an unusable journal, with what the operator can do."""
     return JournalUnusable(
         f"{path}, {why}. Restore the directory from a backup; or, to keep what is before it, make"
         f" {directory / END} an empty file; or, to begin without caches, move {directory} away."
@@ -183,7 +182,7 @@ def refused(directory: Path, path: Path, why: str) -> JournalUnusable:
 
 
 def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable[[Frame], None]) -> Found:
-    """Raises Unrecoverable, OSError."""
+    """Reads the frames of one segment. Raises Unrecoverable, OSError."""
     size = os.fstat(file.fileno()).st_size
     header = file.read(HEADER_BYTES)
     end = _checked(header, number, before.end)
@@ -205,7 +204,7 @@ def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable
 
 
 def _checked(header: bytes, number: int, end: End) -> End:
-    """With the journal's id. Raises Unrecoverable."""
+    """Checks the header of a segment. Returns `end` with the journal's id. Raises Unrecoverable."""
     if len(header) < HEADER_BYTES or header != header[: _HEADER.size] + checksum(header[: _HEADER.size]):
         raise Unrecoverable("its header is damaged, or it is no segment of a journal")
     magic, format_, journal, is_number = _HEADER.unpack_from(header)
@@ -218,7 +217,7 @@ def _checked(header: bytes, number: int, end: End) -> End:
     return end._replace(journal=journal)
 
 
-def _without_end(path: Path, what: str) -> JournalUnusable:
+def _bad_end(path: Path, what: str) -> JournalUnusable:
     return JournalUnusable(
         f"{path} {what}, so the end of the journal may be missing. Restore the directory from a backup;"
         " or, to use what is there, make it an empty file."
@@ -226,7 +225,7 @@ def _without_end(path: Path, what: str) -> JournalUnusable:
 
 
 def boot_id() -> bytes:
-    """An id that changes with each boot; zeros if the system has none."""
+    """The system's boot id. Zeros if it has none."""
     with contextlib.suppress(OSError, ValueError):
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     return bytes(16)

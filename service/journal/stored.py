@@ -1,4 +1,4 @@
-"""What journals have in common that store frames: commits that wait, and compaction."""
+"""The common part of journals that store frames: unfinished commits, and compaction."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from service.logging import get_logger
 
 _log = get_logger(__name__)
 
-# Fewer obsolete bytes are not worth a compaction pass.
+# Obsolete bytes from which on a compaction pass is worth its cost.
 COMPACTION_BYTES: Final = 8 << 20
-# Commits that are written together become a frame that is closed when it is larger than this.
+# Commits that are written together become one frame until it is larger than this.
 MAX_PAYLOAD_BYTES: Final = 8 << 20
-# How often the journal looks whether a pass pays off, and how long it pauses between portions.
+# The interval of checks whether a pass pays off, and the pause between portions.
 CHECK_S: Final = 1.0
 PORTION_S: Final = 0.05
-# After callbacks for so many bytes of records, which take a few milliseconds, other tasks run.
+# Other tasks run after callbacks for this many bytes of records, which take a few milliseconds.
 _CALLBACK_SLICE_BYTES: Final = 1 << 12
 
 
-# A commit whose result is not known yet: its size, when it was given, and whom to tell.
+# An unfinished commit: (size in bytes, when it was made, its callback).
 _Pending = tuple[int, float, OnCommitted]
 
 
 class StoredJournal(Journal):
-    """Owner of the commits that wait. A subclass stores payloads, in order, and knows where."""
+    """Owner of the unfinished commits. A subclass stores the payloads in order."""
 
     def __init__(self, compaction_bytes: int) -> None:
         self._compaction_bytes = compaction_bytes
         self._compactor: Compactor | None = None
         self._loop: asyncio.AbstractEventLoop
-        # Commits whose callbacks have not run. Those of the first ones are due: whether these are durable.
+        # Commits whose callbacks have not run yet; and the results of the first of these, which are known.
         self._waiting: collections.deque[_Pending] = collections.deque()
         self._finished: collections.deque[bool] = collections.deque()
-        # The size of all frames, of those before the mark of a pass, and of what the last pass has kept.
+        # The size of all frames, of the ones before the mark of a pass, and of what the last pass left.
         self._size_bytes = self._obsolete_bytes = self._kept_bytes = 0
-        # A pass is complete, and what was before its mark is still there.
+        # Whether a pass is complete, but the frames before its mark are not dropped yet.
         self._has_obsolete = False
-        # The last commit was durable.
+        # Whether the last commit was durable.
         self._works = True
         self._closed = False
 
-    # What a subclass does.
+    # Methods of subclasses.
 
     def _store(self, payload: bytes, *, at_once: bool) -> bool | None:
-        """Stores a payload. None: the result is reported later, by `_finish`.
+        """Stores a payload. Returns whether it is durable. None: `_finish` is called later.
 
-        at_once: all earlier commits have been reported, so this one may be stored before this returns.
+        at_once: all earlier commits have been reported, so this one may be stored synchronously.
         """
         raise NotImplementedError
 
@@ -64,11 +64,11 @@ class StoredJournal(Journal):
         return True
 
     def _set_mark(self) -> None:
-        """Whatever is stored from now on remains when `_drop` drops the rest. Nothing is unfinished."""
+        """Sets the mark: `_drop` drops everything stored before. No commit is unfinished."""
         raise NotImplementedError
 
     async def _drop(self) -> bool:
-        """Drops what was stored before the mark. False: it failed, and may be tried again."""
+        """Drops everything stored before the mark. False: it failed, and may be tried again."""
         raise NotImplementedError
 
     # Commits.
@@ -91,7 +91,7 @@ class StoredJournal(Journal):
         try:
             payload = encode(records)
         except ValueError:
-            # A bug of ours: a value is out of its range.
+            # A bug: a value is out of range.
             _log.exception("records could not be encoded")
             on_committed(False)
             return
@@ -107,7 +107,7 @@ class StoredJournal(Journal):
             self._tell(pending, durable)
 
     def _finish(self, commits: int, durable: bool) -> None:
-        """The oldest commits that were not reported are durable, or none of them is stored."""
+        """Reports the oldest `commits` unfinished commits: they are durable, or none of them is stored."""
         is_running = bool(self._finished)
         self._finished += [durable] * commits
         if not is_running:
@@ -134,13 +134,13 @@ class StoredJournal(Journal):
         try:
             on_committed(durable)
         except Exception:
-            # A bug of ours, which must not stop what follows.
+            # A bug, which must not stop later callbacks.
             _log.exception("the callback of a commit failed")
 
     # Compaction.
 
     async def compact(self) -> float:
-        """Does the next part of a compaction, if one pays off. Returns when to call it again, in seconds."""
+        """Runs the next step of a compaction, if one pays off. Returns the seconds until the next call."""
         compactor = self._compactor
         if compactor is None:
             return CHECK_S
@@ -159,8 +159,8 @@ class StoredJournal(Journal):
         return PORTION_S
 
     def _pays_off(self) -> bool:
-        # Restated caches do not share all that the ledger shares, so a pass may keep more than the ledger
-        # has.
+        # Restated caches share fewer tokens than those in the ledger, so a pass may leave more than the
+        # ledger's size.
         limit_bytes = max(2 * self._ledger.size_bytes, self._kept_bytes) + self._compaction_bytes
         return self._works and self._size_bytes > limit_bytes
 
@@ -177,6 +177,6 @@ class StoredJournal(Journal):
             try:
                 pause_s = await self.compact()
             except Exception:
-                # A bug. It only costs space.
+                # A bug, which only costs disk space.
                 _log.exception("the journal could not be compacted")
             await asyncio.sleep(pause_s)

@@ -1,7 +1,7 @@
-"""Values that survive the gateway beside the caches, each under a name: the journal has the last one of each.
+"""Named values that survive a restart of the gateway. The journal keeps the last value of each name.
 
-They are in the journal's order. So whoever finds a cache there finds what was stored before it was made, and
-none of what was stored afterwards, whichever write was the last one before a crash.
+Values and caches share the journal's order. So a gateway that recovers a cache also recovers every value that
+was stored before the cache was created, whichever write was the last one before a crash.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class StoredValues:
     """Commits values, and applies them to the ledger. All methods are called on the event loop."""
 
     def __init__(self, journal: Journal | None = None, ledger: Ledger | None = None) -> None:
-        """The ledger has what was recovered. Without a journal nothing survives."""
+        """`ledger`: has the recovered values. Without a journal nothing survives."""
         self._journal = Journal() if journal is None else journal
         self._ledger = Ledger() if ledger is None else ledger
-        # Those of `put` that are not durable yet, by name.
+        # Values of `put` that are not durable yet, by name.
         self._wanted: dict[str, bytes] = {}
         self._closed = False
 
@@ -34,14 +34,14 @@ class StoredValues:
         return self._ledger.values.get(name, b"")
 
     def all(self, prefix: str) -> dict[str, bytes]:
-        """The values whose names have this beginning, by the rest of their names."""
+        """The values whose names begin with a prefix, by the rest of their names."""
         values = self._ledger.values.items()
         return {name.removeprefix(prefix): value for name, value in values if name.startswith(prefix)}
 
     async def set(self, values: Mapping[str, bytes]) -> None:
-        """Stores all of them, or none. Empty ones are removed. Raises StorageUnavailable.
+        """Stores all of these values, or none. Removes names with empty values. Raises StorageUnavailable.
 
-        They are as durable then as the system can make them, whatever the journal promises of tokens.
+        Then they survive a crash of the system, even if the journal does not promise that for tokens.
         """
         replaced = {name: self._wanted.pop(name) for name in values if name in self._wanted}
         stored = asyncio.get_running_loop().create_future()
@@ -61,13 +61,13 @@ class StoredValues:
         await self._journal.sync()
 
     def put(self, name: str, value: bytes) -> None:
-        """Stores a value before anything that is committed later. Tries again if that fails."""
+        """Stores a value, before all later commits. Retries if that fails."""
         if value != self.get(name) or name in self._wanted:
             self._wanted[name] = value
             self._commit(name, value)
 
     def close(self) -> None:
-        """Nothing is tried again from now on."""
+        """Stops retries."""
         self._closed = True
 
     def _commit(self, name: str, value: bytes) -> None:
@@ -80,11 +80,11 @@ class StoredValues:
                 del self._wanted[name]
             elif not self._closed:
                 _log.warning("a value cannot be stored yet", name=name)
-                asyncio.get_running_loop().call_later(_RETRY_S, self._again, name, value)
+                asyncio.get_running_loop().call_later(_RETRY_S, self._retry, name, value)
 
         self._journal.commit([ValueStored(name, value)], on_committed)
 
-    def _again(self, name: str, value: bytes) -> None:
+    def _retry(self, name: str, value: bytes) -> None:
         if self._wanted.get(name) is value and not self._closed:
             self._commit(name, value)
 

@@ -1,9 +1,9 @@
-"""JSON Schemas for llguidance, without what it gets wrong. Runs in the process for grammars.
+"""Rewrites JSON Schemas to avoid llguidance's errors. Runs in the process for grammars.
 
-`prepared` writes a schema such that the library's grammar allows only valid values, or refuses it where the
-library cannot: it ignores an exclusive bound that is an integer beside the other bound. `schema_values`
-checks finished values, for what is left: the library takes a `oneOf` as an `anyOf`, rounds numbers, and
-leaves out what it does not know. It refuses what it cannot check.
+`prepared` rewrites a schema so that the library's grammar allows only valid values, or refuses it if that is
+impossible. For example, the library ignores an integer exclusive bound beside an inclusive one. For the rest,
+`schema_values` checks finished values: the library treats `oneOf` as `anyOf`, rounds numbers, and ignores
+unknown keywords. It refuses schemas that it cannot check.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from urllib.parse import quote
 from service.text.schema_patterns import SchemaError
 from service.text.schema_values import Schema, is_number
 
-# Where schemas have schemas that the library knows: one, a list of them, or some by name.
+# The library's keywords that contain schemas: one, a list of them, or several by name.
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# The least distance from an exclusive bound: a smaller one takes an expression of hundreds of digits.
+# The least distance from an exclusive bound: a smaller one would need an expression of hundreds of digits.
 _LEAST_DISTANCE = 1e-15
 # From here on every float is an integer.
 _LARGE = 2.0**53
 # The largest bound that the library can apply: the last float of 64 bits with a sign.
 _LARGEST_BOUND = 2**63 - 1024
-# Characters of a reference beside letters and digits: programs write the names of types as they are.
+# Characters of a reference besides letters and digits. Programs put type names into them without escaping.
 _URI = "-._~:/?@!$&'()*+,;=%"
 
 
 def prepared(schema: Any) -> Any:
-    """A schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
+    """A copy of a schema that the library applies correctly. Raises SchemaError."""
     if not isinstance(schema, dict):
         return schema
     written = dict(schema)
     _prepare_inner(written)
     if not isinstance(schema.get("items"), list):
-        # Only beside a list it counts, and the library ignores `prefixItems` where there is one.
+        # It only has a meaning beside a list, and with it the library ignores `prefixItems`.
         written.pop("additionalItems", None)
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
         written["$ref"] = "#" + quote(reference[1:], safe=_URI)
@@ -49,7 +49,7 @@ def prepared(schema: Any) -> Any:
     required = schema.get("required")
     least = schema.get("minProperties", 0)
     if isinstance(least, int) and least > len(required if isinstance(required, list) else ()) + 1:
-        # The grammar counts a name as often as it is written.
+        # The grammar counts a repeated name several times.
         raise SchemaError("minProperties can be at most one more than the number of required names")
     return written
 
@@ -65,7 +65,7 @@ def _prepare_inner(schema: Schema) -> None:
 
 
 def _set_bounds(schema: Schema) -> None:
-    """Replaces exclusive bounds by inclusive ones next to them, and large ones by those inside of them."""
+    """Replaces exclusive bounds by the nearest inclusive ones, and bounds that the library cannot hold."""
     for name, sign in (("minimum", 1), ("maximum", -1)):
         if is_number(schema.get(name)):
             schema[name] = _inside(schema[name], sign)
@@ -83,7 +83,7 @@ def _set_bounds(schema: Schema) -> None:
 
 
 def _inside(bound: float, sign: int) -> float:
-    """The next number inside of a bound that the library can hold; `sign`: 1 for a lower bound."""
+    """The nearest number inside a bound that the library can hold. `sign`: 1 for a lower bound, else -1."""
     if abs(bound) <= _LARGE:
         return bound
     near = sign * float(max(sign * bound, -_LARGEST_BOUND))
@@ -93,7 +93,7 @@ def _inside(bound: float, sign: int) -> float:
 
 
 def _next(bound: float, sign: int, step: Any) -> float:
-    """The next number to a bound, of those that are multiples of a step; `sign`: 1 for larger ones."""
+    """The nearest multiple of a step beyond a bound. `sign`: 1 for larger numbers, -1 for smaller ones."""
     if not is_number(step) or not step > 0:
         return bound + sign * max(math.ulp(bound), _LEAST_DISTANCE)
     size = Fraction(repr(step))

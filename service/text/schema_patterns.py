@@ -1,7 +1,7 @@
-"""What each use of llguidance gets, and which texts regular expressions of JSON Schemas match there.
+"""Common settings of llguidance, and matching of texts by the regular expressions of JSON Schemas.
 
-The grammar's own engine says that, so that no other reading of an expression can differ from the grammar's.
-Runs in the process for grammars.
+The grammar's own engine matches, so that results cannot differ from the grammar's. Runs in the process for
+grammars.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 # Masks allow every token that fits the grammar. With forcing, the library would tokenize forced text itself,
-# which goes wrong with tokenizers that add or drop spaces.
+# which fails with tokenizers that add or drop spaces.
 NO_FORCING: Final = '\n%llguidance {"no_forcing": true}\n'
 LIMITS: Final = LLParserLimits(verbose_errors=False)
 
 
 class Vocabulary(TokenizerWrapper):
-    """The vocabulary as the library needs it. The library appends a token for the end of a text."""
+    """The vocabulary in the library's form. The library appends a token for the end of a text."""
 
     def __init__(self, tokens: list[bytes], special_ids: list[int]) -> None:
         self.tokens = tokens
@@ -51,24 +51,24 @@ def _byte_tokenizer() -> LLTokenizer:
 
 
 def check_patterns(patterns: Iterable[str]) -> None:
-    """Raises SchemaError for what is no expression. All at once: each alone takes a millisecond."""
+    """Raises SchemaError for invalid expressions. Checks all at once: each alone takes a millisecond."""
     _compiled({"anyOf": [{"type": "null"}, *map(_string, patterns)]})
 
 
 @functools.lru_cache(256)
 def _texts(pattern: str) -> LLMatcher:
-    """The texts in JSON that a pattern matches somewhere. Raises SchemaError."""
+    """A matcher of JSON strings in which a pattern matches somewhere. Raises SchemaError."""
     return _compiled(_string(pattern))
 
 
 def _string(pattern: str) -> dict[str, Any]:
-    """A schema of the texts that a pattern matches somewhere. Raises SchemaError."""
+    """A schema for strings in which a pattern matches somewhere. Raises SchemaError."""
     check_backslash(pattern)
     return {"type": "string", "pattern": pattern}
 
 
 def _compiled(schema: dict[str, Any]) -> LLMatcher:
-    """Raises SchemaError."""
+    """Compiles a schema. Raises SchemaError."""
     grammars = [
         {"lark_grammar": "start: @value" + NO_FORCING},
         {"name": "value", "json_schema": schema},

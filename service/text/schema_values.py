@@ -1,4 +1,4 @@
-"""Whether finished values are valid under a JSON Schema. Runs in the process for grammars."""
+"""Validates finished values against a JSON Schema. Runs in the process for grammars."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from service.text.schema_patterns import SchemaError, check_patterns, matches
 Schema: TypeAlias = dict[str, Any]
 _Keyword: TypeAlias = Callable[..., Iterator[Exception]]
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# Keywords with schemas by name.
+# Keywords that contain schemas by name.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-# Keywords with values of JSON.
+# Keywords that contain JSON values.
 _VALUES = ("const", "enum", "default", "examples")
 ANNOTATIONS = frozenset(
     {
@@ -34,10 +34,10 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 class Validator:
-    """Whether values are valid under a schema."""
+    """Checks whether values are valid under a schema."""
 
     def __init__(self, schema: Schema) -> None:
-        """Raises SchemaError if it is no schema, or has what cannot be checked."""
+        """Raises SchemaError for an invalid schema, or one that cannot be checked."""
         # It takes 0.1 s to import, and most processes need no schemas.
         from jsonschema import (  # noqa: PLC0415
             Draft3Validator,
@@ -58,15 +58,16 @@ class Validator:
             raise SchemaError(f"it is no JSON Schema, at '{faults[0]}'")
         _check_applicable(schema)
         draft = drafts[faults.index(None)]
-        # By the identities of what follows a reference, a schema with it, and a value: they outlive a check.
+        # By the ids of the function that follows a reference, the schema with it, and the value, which all
+        # outlive a check.
         self._is_invalid: dict[tuple[int, int, int], bool] = {}
         follow = {name: draft.VALIDATORS[name] for name in _REFERENCES if name in draft.VALIDATORS}
         keywords = _KEYWORDS | {name: partial(self._reference, each) for name, each in follow.items()}
-        # Without a registry remote references would be fetched.
+        # Without an explicit registry, remote references would be fetched.
         self._validator = extend(draft, keywords)(schema, registry=Registry())
 
     def accepts(self, text: bytes | bytearray) -> bool:
-        """Whether a text is JSON of a valid value. Raises SchemaError."""
+        """Whether a text is the JSON of a valid value. Raises SchemaError."""
         from referencing.exceptions import Unresolvable  # noqa: PLC0415
 
         try:
@@ -74,7 +75,7 @@ class Validator:
         except ValueError:
             return False
         except (ArithmeticError, AttributeError, LookupError, TypeError, Unresolvable):
-            # An error of jsonschema, which does not check references before it follows them.
+            # jsonschema does not check references before it follows them.
             raise SchemaError("a reference leads to what is no schema") from None
         finally:
             self._is_invalid.clear()
@@ -82,10 +83,10 @@ class Validator:
     def _reference(
         self, follow: _Keyword, validator: Any, reference: Any, value: Any, schema: Schema
     ) -> Iterator[Exception]:
-        """Follows each reference once with each value: there may be 2^64 ways to it."""
+        """Follows each reference once for each value: there may be 2^64 paths to it."""
         key = id(follow), id(schema), id(value)
         if key not in self._is_invalid:
-            # While it is followed: one that only leads back to itself has no value.
+            # The result while it is followed: a reference that only leads back to itself has no valid value.
             self._is_invalid[key] = True
             errors = follow(validator, reference, value, schema)
             self._is_invalid[key] = next(iter(errors), None) is not None
@@ -93,7 +94,7 @@ class Validator:
 
 
 def _fault(draft: Any, schema: Schema) -> str | None:
-    """Where a schema is none of this draft. Some programs write null for annotations, which do no harm."""
+    """Where a schema is invalid in this draft. Null annotations, which some programs write, are allowed."""
     for error in draft(draft.META_SCHEMA).iter_errors(schema):
         place = list(map(str, error.absolute_path))
         if not place or place[-1] not in ANNOTATIONS or place[-2:-1] in [[name] for name in _NAMED]:
@@ -102,7 +103,7 @@ def _fault(draft: Any, schema: Schema) -> str | None:
 
 
 def _check_applicable(schema: Schema) -> None:
-    """Raises SchemaError for what cannot be checked."""
+    """Raises SchemaError for keywords that cannot be checked."""
     patterns = []
     for each in _schemas(schema):
         for name in ("unevaluatedProperties", "unevaluatedItems"):
@@ -113,7 +114,7 @@ def _check_applicable(schema: Schema) -> None:
 
 
 def _schemas(value: Any) -> Iterator[Schema]:
-    """All that may be schemas in one; also below unknown keywords, where references may lead."""
+    """All subschemas of a schema, also below unknown keywords, since references may lead there."""
     if isinstance(value, list):
         for each in value:
             yield from _schemas(each)
@@ -126,7 +127,7 @@ def _schemas(value: Any) -> Iterator[Schema]:
 
 
 def _check_unevaluated(inner: Any) -> None:
-    """Raises SchemaError: to see what is evaluated, jsonschema would follow references without end."""
+    """Raises SchemaError for `unevaluated...`, for which jsonschema would follow references without end."""
     if inner not in (True, {}):
         raise SchemaError("unevaluatedProperties and unevaluatedItems are not supported")
 
@@ -139,7 +140,7 @@ def _errors(is_invalid: bool) -> Iterator[Exception]:
 
 
 def _multiple_of(_validator: Any, step: float, value: Any, _schema: Schema) -> Iterator[Exception]:
-    """By the digits: 0.3 is a multiple of 0.1."""
+    """Compares decimal digits, so that 0.3 is a multiple of 0.1."""
     return _errors(is_number(value) and Fraction(repr(value)) % Fraction(repr(step)) != 0)
 
 
@@ -167,14 +168,14 @@ def _unevaluated(_validator: Any, inner: Any, _value: Any, _schema: Schema) -> I
 
 
 def _unique_items(_validator: Any, is_unique: bool, value: Any, _schema: Schema) -> Iterator[Exception]:
-    """In a time that grows with the size: jsonschema compares each item with all others."""
+    """Takes linear time: jsonschema compares each item with all others."""
     if not is_unique or not isinstance(value, list):
         return _errors(False)
     return _errors(len({json.dumps(_exact(each), sort_keys=True) for each in value}) < len(value))
 
 
 def _exact(value: Any) -> Any:
-    """A value in which equal numbers are written equally: 1.0 as 1."""
+    """A value in which equal numbers have one form: 1.0 becomes 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -184,15 +185,15 @@ def _exact(value: Any) -> Any:
     return value
 
 
-# Keywords whose own check differs from the grammar's, or takes too long: Python's regular expressions are
-# others than those of JSON Schema, and the library's are nearer to them.
+# Keywords that jsonschema checks differently than the grammar, or too slowly. Python's regular expressions
+# differ from those of JSON Schema more than the library's.
 _KEYWORDS: dict[str, _Keyword] = {
     "multipleOf": _multiple_of,
     "pattern": _pattern,
     "patternProperties": _pattern_properties,
     "additionalProperties": _additional_properties,
     "uniqueItems": _unique_items,
-    # Refused at the start, unless a reference leads into a `default`.
+    # Schemas with these are refused before, unless a reference leads into a `default`.
     "unevaluatedProperties": _unevaluated,
     "unevaluatedItems": _unevaluated,
 }

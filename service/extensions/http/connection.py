@@ -33,8 +33,8 @@ class HttpLimits:
     """Limits of the connections to one port.
 
     Attributes:
-        max_connections: Above it, the one that has been without a request for longest is closed.
-        max_head_bytes: Of a request line with its headers, and of a body's trailers.
+        max_connections: Above this, the connection that has had no request for longest is closed.
+        max_head_bytes: The size of a request line with its headers, and of a body's trailers.
         idle_s: How long a connection may be without a complete request.
         unread_s: How long a client may read nothing of a response.
     """
@@ -60,17 +60,17 @@ class Connection(H11Protocol):
         self.conn = RequestConnection(limits.max_head_bytes)
         self._limits = limits
         self.made_s = self.loop.time()
-        # How long it has had no complete request.
+        # How long there has been no complete request.
         self.idle_s = 0.0
         self._unread_s = 0.0
         self._unread_bytes = 0
-        # Whether the request that is still received is answered. It is the last one then.
+        # Whether a request was answered before it has arrived completely. Then it is the last one.
         self.is_answered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
-            # Such that have no request keep nobody out, the oldest of them least.
+            # Connections without a request must not keep new ones out; the oldest is closed first.
             connections = [one for one in self.connections if isinstance(one, Connection)]
             without_request = [one for one in connections if not one.has_running_request()]
             max(without_request, key=lambda one: (one.idle_s, -one.made_s)).abort()
@@ -80,20 +80,20 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def shutdown(self) -> None:
-        """Closes it, if it has no request that runs; else after that."""
+        """Closes it, after the running request if there is one."""
         if self.is_answered:
             self.transport.close()
         else:
             super().shutdown()
 
     def check_timeouts(self) -> None:
-        """Aborts it if nothing has moved for too long. Must be called every CHECK_INTERVAL_S."""
+        """Aborts it after too long without progress. Must be called every CHECK_INTERVAL_S."""
         self.idle_s = 0.0 if self.has_running_request() else self.idle_s + CHECK_INTERVAL_S
         unread_bytes = self.transport.get_write_buffer_size()
         is_stuck = 0 < self._unread_bytes <= unread_bytes
         self._unread_s = self._unread_s + CHECK_INTERVAL_S if is_stuck else 0.0
         self._unread_bytes = unread_bytes
-        # Idle: no request, or an incomplete one. Or the response is not read.
+        # Idle: no request, or an incomplete one. Unread: the client does not read the response.
         if self.idle_s > self._limits.idle_s or self._unread_s > self._limits.unread_s:
             self.abort()
 
@@ -111,7 +111,7 @@ class Connection(H11Protocol):
         return None if client is None else (plain_address(client[0]), client[1])
 
     def identities(self) -> Mapping[str, Sequence[bytes]]:
-        """The identities in the client's certificate, by gRPC's names for them."""
+        """The identities in the client's certificate, by their names in gRPC's auth context."""
         certificate: Mapping[str, Any] = self.transport.get_extra_info("peercert") or {}
         alternative = [
             value.encode()
@@ -123,12 +123,12 @@ class Connection(H11Protocol):
         return {"x509_subject_alternative_name": alternative, "x509_common_name": common}
 
     def send_400_response(self, msg: str) -> None:
-        """Responds to invalid HTTP, if a response is still possible. A request that it breaks off ends."""
+        """Responds to invalid HTTP, if a response is still possible. Ends a request that it cuts off."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.has_running_request():
-                # The application's response would be a second one.
+                # Otherwise the application would send a second response.
                 self.cycle.disconnected = True
-            # It is called where the error is handled, which says more.
+            # This runs while the error is handled, whose text says more than `msg`.
             error = sys.exception()
             super().send_400_response(str(error) if isinstance(error, BadRequest) else msg)
         else:

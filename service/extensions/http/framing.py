@@ -1,4 +1,4 @@
-"""The framing of HTTP/1.1 requests, for every HTTP port: h11's, without its tolerance.
+"""The framing of HTTP/1.1 requests, for every HTTP port: h11's, but stricter.
 
 A proxy and a server that disagree about where a request ends let one caller send requests in the name of
 another. So a request is refused if any other server could read its head in another way.
@@ -13,7 +13,7 @@ from typing import Any
 import h11
 from h11 import _abnf, _readers
 
-# h11's patterns, but possessive: its own try each division of a run of spaces, minutes for 64 KiB of them.
+# h11's patterns, but possessive: its own backtrack over a run of spaces, which takes minutes for 64 KiB.
 _PATTERNS = {
     "header_field_re": (
         rf"(?P<field_name>{_abnf.field_name}):[ \t]*+(?P<field_value>{_abnf.field_value})[ \t]*+"
@@ -22,33 +22,33 @@ _PATTERNS = {
 }
 for _name, _pattern in _PATTERNS.items():
     if not hasattr(_readers, _name):
-        # Without them one request could stop the gateway.
+        # With h11's own patterns one request could block the gateway.
         raise ImportError(f"this version of h11 has no {_name}, which the server replaces: install h11 0.16")
     setattr(_readers, _name, re.compile(_pattern.encode()))
 # Any authority, but no user name, which RFC 9110 forbids here.
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>/[^#]*|\?[^#]*)?", re.IGNORECASE)
 _LENGTH = re.compile(rb"^content-length:(.*)$", re.IGNORECASE | re.MULTILINE)
-# Beyond the first chunks of a body, each has so many bytes on average. Parsing one takes some 10 us, whatever
-# its size, and up to 256 KiB are parsed before other tasks run.
+# After the first chunks of a body, the chunks must have this average size. Parsing a chunk takes some 10 us,
+# whatever its size, and up to 256 KiB are parsed before other tasks run.
 _FREE_CHUNKS, _LEAST_CHUNK_BYTES = 1024, 256
 
 
 class BadRequest(h11.RemoteProtocolError):
-    """An error that this module found: the text is for the client."""
+    """An error that this module found. Its text is for the client."""
 
 
 class RequestConnection(h11.Connection):
     """A server's side of a connection. `next_event` also raises BadRequest for ambiguous requests.
 
-    After such an error, as after all others, the connection has to be closed. A request whose target is a
-    whole URL, as for a proxy, becomes one for the URL's path and host.
+    After any error the connection has to be closed. A request whose target is a whole URL, as sent to a
+    proxy, becomes one for the URL's path and host.
     """
 
     def __init__(self, max_head_bytes: int) -> None:
-        """`max_head_bytes`: of a request line with its headers, and of a body's trailers."""
+        """`max_head_bytes`: the limit for a request line with its headers, and for a body's trailers."""
         super().__init__(h11.SERVER, max_head_bytes)
         self._max_head_bytes = max_head_bytes
-        # The number of chunks, and bytes, of the body so far.
+        # The numbers of chunks and bytes of the body so far.
         self._chunks = self._body_bytes = 0
 
     def next_event(self) -> Any:
@@ -69,7 +69,7 @@ class RequestConnection(h11.Connection):
             return event
         rest, _ = self.trailing_data
         head = received[: len(received) - len(rest)]
-        # h11 looks only at what is incomplete.
+        # h11 limits only incomplete heads.
         self._check_size(len(head))
         _check_framing(head, event)
         return event if event.target[:1] in (b"/", b"*") else _in_origin_form(event)
@@ -99,13 +99,13 @@ def _check_framing(head: bytes, request: h11.Request) -> None:
 def _in_origin_form(request: h11.Request) -> h11.Request:
     """The request with only a path as its target. Raises BadRequest."""
     if request.method == b"CONNECT":
-        # Its target is a host. Nobody serves it.
+        # Its target is a host. No route serves it.
         return request
     target = _ABSOLUTE.fullmatch(request.target)
     if target is None:
         raise BadRequest("the target is neither a path nor a URL")
     rest = target["rest"] or b"/"
-    # The URL's host counts, not that of the header.
+    # The URL's host replaces that of the header.
     headers = [(name, value) for name, value in request.headers if name != b"host"]
     return h11.Request(
         method=request.method,
@@ -116,10 +116,10 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
 
 
 def is_address(host: str) -> bool:
-    """Whether a Host header is an IP address or localhost. A port that only this machine reaches requires it.
+    """Whether a Host header is an IP address or localhost, as ports that only this machine reaches require.
 
-    Any other name may be DNS rebinding: a page of a browser could read all responses if the host name that
-    it comes from resolves to this machine. A page that comes from an address cannot do so.
+    Any other name may be DNS rebinding: a web page could read all responses if the host name of its origin
+    resolves to this machine. A page whose origin is an address cannot do so.
     """
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
     if name.lower() == "localhost":

@@ -18,7 +18,7 @@ from service.handshakes import HandshakeLimits, Handshakes, Peer
 from service.listening import listening_socket
 
 _BACKLOG = 1024
-# Time for uvicorn's own shutdown, after the grace for requests.
+# The time for uvicorn's own shutdown, after the grace period of requests.
 _SHUTDOWN_S = 1.0
 _HANDSHAKE_INTERVAL_S = 1.0
 
@@ -35,12 +35,12 @@ class HttpServer:
         tls: tuple[ssl.SSLContext, HandshakeLimits] | None = None,
         is_shared: bool = False,
     ) -> None:
-        """`tls`: with the limits of connections before their handshake is done. `is_shared`: see `bind`."""
+        """`tls`: also has the limits of unfinished handshakes. `is_shared`: see `bind`."""
         self._listen, self._is_shared = listen, is_shared
         self._handshake_limits = None if tls is None else tls[1]
         self._socket: socket.socket | None = None
         self._ended = asyncio.Event()
-        # The clients of the connections, as they were a moment ago.
+        # The clients of the connections at the last check.
         self._peers: frozenset[Peer | None] = frozenset()
         self._server = _Server(
             uvicorn.Config(
@@ -64,7 +64,7 @@ class HttpServer:
         )
 
     def bind(self) -> int:
-        """Binds the address; clients can connect from now on. Returns the port. Raises CannotListen.
+        """Binds the address, so that clients can connect. Returns the port. Raises CannotListen.
 
         If it is shared, other gateways of this host listen there, too.
         """
@@ -76,7 +76,7 @@ class HttpServer:
         assert self._socket is not None
         checking = [asyncio.create_task(self._check_connections())]
         if self._handshake_limits is not None:
-            # With TLS a connection is uvicorn's only after its handshake.
+            # With TLS, uvicorn sees a connection only after its handshake.
             port = self._socket.getsockname()[1]
             handshakes = Handshakes(port, lambda peer, _: peer in self._peers, self._handshake_limits)
             checking.append(asyncio.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S)))
@@ -90,9 +90,9 @@ class HttpServer:
             self._ended.set()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more connections, and ends those without a request. Returns when all have ended.
+        """Accepts no more connections, and closes those without a request. Returns when all have ended.
 
-        `grace_s`: after it, running requests are cancelled.
+        `grace_s`: after this time, running requests are cancelled.
         """
         # Declared as int, but any number works.
         self._server.config.timeout_graceful_shutdown = grace_s + _SHUTDOWN_S  # type: ignore[assignment]
@@ -127,7 +127,7 @@ class _Server(uvicorn.Server):
         yield
 
     def close(self) -> None:
-        """Ends what is left of connections, and of accepting them."""
+        """Closes the listening sockets and all connections that are left."""
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):

@@ -1,7 +1,7 @@
-"""All metrics, computed when they are asked for, mostly from what the parts of the gateway keep anyway.
+"""All metrics, computed at each scrape, mostly from the state of the gateway's parts.
 
-docs/operations.md explains each. Labels are bounded, and none names a tenant, a cache, a path, or an adapter
-that belongs to a tenant.
+docs/operations.md explains each. Labels have a bounded number of values, and none names a tenant, a cache, a
+path, or an adapter that belongs to a tenant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.caches.requests import AppendKind
 from service.extension import GatewayParts
 from service.extensions.metrics.figures import Distribution, Figures, Totals
 
-# Names of adapters in one label.
+# The most adapters that one label names.
 _MOST_NAMES = 64
 _READY = executor_pb2.WORKER_STATE_READY
 _CALL = ("grpc_type", "grpc_service", "grpc_method")
@@ -68,17 +68,17 @@ _ADAPTER_COUNTS = {
 
 
 class QuireCollector(Collector):
-    """Reads the figures. Runs on the event loop."""
+    """Computes the metrics. Runs on the event loop."""
 
     def __init__(self, parts: GatewayParts, figures: Figures) -> None:
         self._parts = parts
         self._figures = figures
         self._totals = Totals()
-        # Notes the last counts of a worker that has died.
+        # Reads the last counts of a worker that has died.
         parts.shards()[0].versions.subscribe(self._count)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all families, also those without a value."""
+        """Yields all metric families, including those without a value."""
         yield from self._requests()
         yield from self._times()
         yield from self._gateway()
@@ -91,7 +91,7 @@ class QuireCollector(Collector):
         yield _counter("grpc_server_handled", "Calls that ended.", ended, *_CALL, "grpc_code")
 
     def _requests(self) -> Iterator[Metric]:
-        """Metrics that vLLM has under the same names."""
+        """Metrics with the names and meanings of vLLM's."""
         appends, shards = self._figures.appends, self._parts.shards()
         counts, first = shards[0].caches.parts.context.counts, shards[0].versions.first_ready
         running, waiting = running_and_waiting(self._parts)
@@ -171,12 +171,12 @@ class QuireCollector(Collector):
         text = "1 for the current state of a provider's circuit breaker."
         yield _gauge("quire_runtime_breaker", text, breakers, "runtime", "state")
 
-    # Workers, by the index of their slot: those of several model versions can have the same.
+    # Workers, by the index of their slot: workers of several model versions can share an index.
 
     def _count(self) -> None:
         sources: dict[Hashable, tuple[str, Mapping[str, int]]] = {}
         for slot in self._parts.slots():
-            # Epochs are numbers of a shard, and a worker belongs to one.
+            # Each worker belongs to one shard, and epochs are unique within a shard.
             index = str(slot.index)
             sources[index, slot.epoch] = index, _values(slot.snapshot, _WORKER_COUNTS)
             for adapter in slot.snapshot.lora_adapters:
@@ -222,14 +222,14 @@ class QuireCollector(Collector):
         yield _gauge("quire_lora_requests_info", "Adapters of all tenants; the time.", lists, *labels)
 
     def _shared(self, versions: Iterable[int]) -> str:
-        """The ids of adapters that all tenants can use."""
+        """The ids of adapters that all tenants can use, as one label."""
         found = (self._parts.adapters.get(version) for version in set(versions))
         ids = sorted(one.adapter_id for one in found if one is not None and one.tenant is None)
         return ",".join(ids[:_MOST_NAMES])
 
 
 def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
-    """How many appends fit into the next steps of their workers, short ones first; and the rest."""
+    """The number of appends that fit into the next steps of their workers, short ones first; and the rest."""
     config, machines = parts.state.config, [one.caches for one in parts.shards()]
     sizes: defaultdict[object, list[int]] = defaultdict(list)
     for shard, machine in enumerate(machines):
@@ -255,7 +255,7 @@ def _counter(name: str, text: str, value: Any, *labels: str) -> Metric:
 
 
 def _with_values(family: Any, value: Any) -> Metric:
-    """A family with one value, or with values by a label or by several."""
+    """Adds to a family one value, or values by one or several labels. Returns the family."""
     for labels, one in value.items() if isinstance(value, Mapping) else [((), value)]:
         family.add_metric((labels,) if isinstance(labels, str) else labels, float(one))
     return family  # type: ignore[no-any-return]

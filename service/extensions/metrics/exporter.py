@@ -1,7 +1,7 @@
 """The HTTP port for operators: `/metrics` for Prometheus, and `/healthz` and `/readyz` for probes.
 
-It has neither TLS nor authentication. Each connection gets one response and is closed; its request, its time
-and the number of connections are limited, and metrics are computed a few times a second at most.
+It has neither TLS nor authentication. Each connection gets one response and is closed. The size and duration
+of requests and the number of connections are limited. Metrics are computed at most a few times a second.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 class Exporter(Extension):
-    """Owner of the port, and of the figures."""
+    """Owner of the port and of `Figures`."""
 
     port_for = "metrics"
 
@@ -56,12 +56,12 @@ class Exporter(Extension):
         self.commits = self.figures.commits.add
         self.registry = CollectorRegistry()
         self.server = HttpServer(self._respond, listen, LIMITS)
-        # By content type: when it was computed, and the text.
+        # When a text was computed, and the text, by content type.
         self._texts: dict[str, tuple[float, bytes]] = {}
         self._computing = asyncio.Lock()
 
     def attach(self, parts: GatewayParts) -> None:
-        """Collects from these parts."""
+        """Starts to collect metrics of these parts."""
         self._parts = parts
         parts.runner.router.on_end = self.figures.execution_ended
         self.registry.register(QuireCollector(parts, self.figures))
@@ -74,7 +74,7 @@ class Exporter(Extension):
         return self.server.bind()
 
     async def run(self) -> None:
-        """Serves until cancelled. Call `bind` before."""
+        """Serves until cancelled. `bind` must be called before."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.server.run())
             group.create_task(self.figures.watch_lag())
@@ -92,7 +92,7 @@ class Exporter(Extension):
         host = request.headers.get("host", "")
         if request.method not in ("GET", "HEAD"):
             return 405, _TEXT, b"only GET and HEAD\n"
-        # Probes of HTTP/1.0 have no Host header, and browsers have one.
+        # Browsers always send a Host header; probes of HTTP/1.0 do not.
         if is_private(self.listen) and host and not is_address(host):
             return 403, _TEXT, b"the Host header must be localhost or an IP address\n"
         accepts_openmetrics = _OPENMETRICS in request.headers.get("accept", "")
@@ -105,13 +105,13 @@ class Exporter(Extension):
             case "/healthz":
                 return 200, _TEXT, b"ok\n"
             case "/readyz":
-                # As `quire_state`, and as the gRPC health service.
+                # The same state as `quire_state` and the gRPC health service.
                 state = self._parts.state.state_name
                 return (200, _TEXT, b"ready\n") if state == "serving" else (503, _TEXT, f"{state}\n".encode())
         return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
 
     async def _metrics(self, is_openmetrics: bool) -> tuple[str, bytes]:
-        """The content type and the text, which may have been computed for another request just before."""
+        """The content type and the text, which may be the cached one of a recent request."""
         render: Callable[[Any], bytes] = exposition.generate_latest
         content_type, end = exposition.CONTENT_TYPE_PLAIN_0_0_4, b""
         if is_openmetrics:
@@ -124,7 +124,7 @@ class Exporter(Extension):
         return content_type, text
 
     async def _rendered(self, render: Callable[[Any], bytes]) -> bytes:
-        """All families as text, in slices. The figures are those of one moment."""
+        """Renders all families as text, in time slices. All values are of one moment."""
         parts, time_slice = [], TimeSlice()
         for family in [*self.registry.collect()]:
             parts.append(render(SimpleNamespace(collect=lambda of=family: (of,))).removesuffix(_END))

@@ -1,7 +1,7 @@
-"""Figures that nothing else keeps: times of appends, calls, executions, commits, and of the event loop.
+"""Measurements for metrics: durations of appends, calls, executions and commits, and delays of the loop.
 
-They are used on the event loop only, so they need no locks: a value takes 0.1 us, in a histogram of
-prometheus_client 1.3 us. None of this exists without the setting `metrics_listen`.
+They are used on the event loop only, so they need no locks: adding a value takes 0.1 us; to a histogram of
+prometheus_client, 1.3 us. Nothing is measured without the setting `metrics_listen`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from service.caches.requests import DECODE, PREFILL, VERIFY, Append, Appended, A
 from service.dispatcher import OnOutcomes, Outcome, Outcomes
 from service.errors import QuireError
 
-# Upper bounds in seconds: about vLLM's, with finer ones for small models; go-grpc-prometheus's; of pauses.
+# Upper bounds of buckets in seconds: near vLLM's, finer for small models; go-grpc-prometheus's; for delays.
 TIMES_S = (
     .001, .0025, .005, .01, .025, .05, .075, .1, .15, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
     2560,
@@ -51,17 +51,17 @@ class Distribution:
         self._total_s += value_s
 
     def write(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Adds it to a family."""
+        """Adds the histogram to a metric family."""
         bounds = [*(str(float(bound_s)) for bound_s in self._bounds_s), "+Inf"]
         buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
         family.add_metric(labels, buckets, self._total_s)
 
 
 class Totals:
-    """Sums of counts that begin at 0 again, such as those of a worker with each of its starts. Pure.
+    """Sums of counts that restart at 0, such as those of a worker with each start. No I/O.
 
-    They never become smaller, and are by a label and a name. A source is what counts from 0, once. When it is
-    gone, its last counts stay in the sum.
+    A sum never decreases, and is kept by label and name. A source, such as one start of a worker, counts from
+    0 once. When it is gone, its last counts stay in the sum.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Totals:
         self._last: dict[Hashable, tuple[str, Counter[str]]] = {}
 
     def update(self, sources: Mapping[Hashable, tuple[str, Mapping[str, int]]]) -> None:
-        """Takes the counts of all current sources, with the label that each belongs to."""
+        """Updates the sums with the counts of all current sources, each with its label."""
         for source, (label, counts) in sources.items():
             # An older snapshot of a worker can arrive after a newer one.
             _, last = self._last.get(source, (label, Counter[str]()))
@@ -86,22 +86,22 @@ class Totals:
 
 
 class Appends:
-    """Appends that were answered, whichever call, Session or execution they are from."""
+    """Counts appends that were answered, from calls, Sessions and executions."""
 
     def __init__(self) -> None:
-        # By kind, and by the reason of those that failed.
+        # Counts by kind, and of failed ones by reason.
         self.answered = [0] * (max(AppendKind) + 1)
         self.failed: Counter[str] = Counter()
         self.prompt_tokens = self.generated_tokens = 0
-        # Of verifies that keep only accepted tokens, including those of Execute.
+        # Counts for verifies that keep only accepted tokens, including those of Execute.
         self.draft_tokens = self.accepted_tokens = 0
-        # From the request until it is durable and answered. A verify is one value: the mean of its tokens.
+        # From the request until it is durable and answered. A verify adds one value: its time per token.
         self.first_token, self.token = Distribution(TIMES_S), Distribution(TIMES_S)
-        # What a prompt waited in its worker.
+        # How long prompts waited in their workers.
         self.queue = Distribution(TIMES_S)
 
     def observing(self, requests: Sequence[Request], on_outcomes: OnOutcomes) -> OnOutcomes:
-        """Returns an `on_outcomes` that also counts."""
+        """Returns a wrapper of `on_outcomes` that also counts."""
         begun_s = time.monotonic()
 
         def observe(found: Outcomes) -> None:
@@ -139,7 +139,7 @@ class Appends:
 
 
 class Calls:
-    """The calls of gRPC, by type, service and method, as go-grpc-prometheus has them."""
+    """Counts gRPC calls by type, service and method, as go-grpc-prometheus does."""
 
     def __init__(self) -> None:
         self._labels = {
@@ -147,13 +147,13 @@ class Calls:
             for name, of in methods_of(admin_pb2, executor_pb2, runner_pb2, health_pb2).items()
         }
         self.started: Counter[tuple[str, ...]] = Counter()
-        # Also by code.
+        # The labels, and the status code.
         self.handled: Counter[tuple[str, ...]] = Counter()
         self.seconds: defaultdict[tuple[str, ...], Distribution] = defaultdict(lambda: Distribution(CALLS_S))
 
     def observing(self, method: str, behaviour: _Behaviour) -> _Behaviour:
-        """Returns a behaviour that also counts."""
-        # A caller without a token can name any method.
+        """Returns a wrapper of a behaviour that also counts."""
+        # A caller without a token can name any method: labels must stay bounded.
         labels = self._labels.get(method, ("unknown", "unknown", "unknown"))
         seconds = self.seconds[labels]
 
@@ -173,7 +173,7 @@ class Calls:
 
 
 def _code_of(error: BaseException, context: Any) -> str:
-    """The status of a call that raised, as Go writes it."""
+    """The status code of a call that raised, by its name in Go."""
     code = context.code()
     if isinstance(error, asyncio.CancelledError):
         return "Canceled"
@@ -182,21 +182,21 @@ def _code_of(error: BaseException, context: Any) -> str:
 
 
 class Figures:
-    """All of them."""
+    """All measurements."""
 
     def __init__(self) -> None:
         self.appends = Appends()
         self.calls = Calls()
         self.commits, self.lag = Distribution(PAUSES_S), Distribution(PAUSES_S)
-        # By runtime.
+        # Durations by runtime.
         self.executions: defaultdict[str, Distribution] = defaultdict(lambda: Distribution(TIMES_S))
 
     def execution_ended(self, runtime: str, took_s: float) -> None:
-        """Counts an execution, which may have failed: maybe before it had a runtime."""
+        """Adds an execution, which may have failed. `runtime`: empty if it failed before it had one."""
         self.executions[runtime or "none"].add(took_s)
 
     async def watch_lag(self) -> None:
-        """Measures how late the event loop runs a timer, until cancelled."""
+        """Measures by how much the event loop delays a timer, until cancelled."""
         while True:
             due_s = time.monotonic() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)

@@ -12,7 +12,7 @@ from service.settings import Port, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings(ExtensionSettings):
-    """Figures for Prometheus, and probes."""
+    """Settings of metrics for Prometheus, and of probes."""
 
     metrics_listen: str = setting(
         "",
@@ -24,7 +24,7 @@ class MetricsSettings(ExtensionSettings):
     )
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
-        """None: no address to listen on is set."""
+        """Returns the extension. None: no address to listen on is set."""
         if not self.metrics_listen:
             return None
         from service.extensions.metrics.exporter import Exporter  # noqa: PLC0415 - its libraries take time

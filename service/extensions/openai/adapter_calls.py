@@ -1,4 +1,4 @@
-"""vLLM's calls for LoRA adapters, as trainers make them: from a directory, in place of an earlier version."""
+"""vLLM's calls to load and unload LoRA adapters. Trainers use them to replace an adapter in place."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from service.extensions.openai.fields import Fields
 from service.extensions.openai.middleware import Access, GuardedRoute
 from service.extensions.openai.weight_transfer import OperatorCall
 
-# The fields of LoadAdapter, as they are called here.
+# The names that the fields of LoadAdapter have here.
 _NAMES = {"adapter_id": "lora_name", "source": "lora_path"}
-# What follows from the adapter's files; and it is always loaded in place.
+# Follows from the adapter's files; and an adapter is always loaded in place.
 _IGNORED = frozenset({"base_model_name", "load_inplace", "is_3d_lora_weight"})
 
 
 class AdapterCalls:
-    """Adapters of all tenants."""
+    """The routes. They load and unload adapters that all tenants can use."""
 
     def __init__(self, admin: AdminApi) -> None:
         self._admin = admin
 
     def routes(self, bodies: BodyReader) -> list[GuardedRoute]:
-        """A route for each call."""
+        """Returns a route for each call."""
         calls = {
             "/v1/load_lora_adapter": self._load,
-            # prime-rl's server has it at its root.
+            # prime-rl's server has this route at its root.
             "/load_lora_adapter": self._load,
             "/v1/unload_lora_adapter": self._unload,
         }
@@ -65,7 +65,7 @@ class AdapterCalls:
 
 @contextlib.contextmanager
 def _fields_as_here() -> Iterator[None]:
-    """Errors name the fields of these calls."""
+    """Renames fields in errors to those of these calls."""
     try:
         yield
     except InvalidArgument as error:

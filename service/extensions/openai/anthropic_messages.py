@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages: its requests as chats, and their answers as its content blocks."""
+"""Anthropic's /v1/messages: translates requests to chats, and answers to content blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NAMES = {
     "reasoning_effort": "output_config.effort", "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
 }  # fmt: skip
-# The fields that mean the same in chats.
+# Fields that mean the same in chats.
 _SAME = ("model", "stream", "temperature", "top_p", "top_k")
 _IGNORED = frozenset({"metadata", "service_tier", "betas", "cache_control"})
-# What only concerns caches and citations.
+# Fields that only concern caches and citations.
 _IGNORED_OF_BLOCKS = frozenset({"cache_control", "citations"})
 _IGNORED_OF_TOOLS = _IGNORED_OF_BLOCKS | {"strict", "eager_input_streaming"}
 _STOP_REASONS = {
@@ -44,7 +44,7 @@ _DELTAS = {
 
 
 def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = True) -> CompletionRequest:
-    """A request to /v1/messages. Raises InvalidArgument, and what `resolve` raises."""
+    """Parses a request to /v1/messages. Raises InvalidArgument, and whatever `resolve` raises."""
     fields = Fields(value)
     body: dict[str, Any] = {name: fields.raw(name) for name in _SAME}
     body["max_tokens"] = fields.get("max_tokens", integer, 1, MAX_ID)
@@ -54,7 +54,7 @@ def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = T
     names = {**_NAMES}
     body["messages"] = _system(fields, names)
     for role, path, blocks in _turns(fields):
-        for message in _of_assistant(blocks) if role == "assistant" else _of_others(blocks, role):
+        for message in _assistant_messages(blocks) if role == "assistant" else _user_messages(blocks, role):
             names[f"messages[{len(body['messages'])}]"] = path
             body["messages"].append(message)
     tools = fields.get("tools", array, MAX_TOOLS) or []
@@ -71,7 +71,7 @@ def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = T
     fields.refuse_others(_IGNORED, {"mcp_servers": [], "container": None})
     request = as_chat(CompletionRequest, body, resolve, names)
     last = body["messages"][-1]
-    # Providers continue it by themselves, if they have the same API.
+    # Providers with the same API continue the last message by themselves.
     if request.model.is_local and last["role"] == "assistant" and "tool_calls" not in last:
         request.items[0].chat.continue_last_message = bool(last["content"])
     return request
@@ -86,7 +86,7 @@ def _system(fields: Fields, names: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _turns(fields: Fields) -> list[tuple[str, str, list[Fields]]]:
-    """The role, the path and the blocks of each turn: messages of one role that follow each other are one."""
+    """The role, path and blocks of each turn. Consecutive messages of one role are one turn."""
     turns: list[tuple[str, str, list[Fields]]] = []
     for index, each in enumerate(fields.get("messages", array, MAX_MESSAGES) or []):
         message = Fields(each, f"messages[{index}]")
@@ -107,8 +107,8 @@ def _turns(fields: Fields) -> list[tuple[str, str, list[Fields]]]:
     return turns
 
 
-def _of_others(blocks: list[Fields], role: str) -> Iterator[dict[str, Any]]:
-    """The results of tools, and the texts after each of them."""
+def _user_messages(blocks: list[Fields], role: str) -> Iterator[dict[str, Any]]:
+    """The messages of a turn of the user or the system: tool results, and the texts between them."""
     texts: list[str] = []
     for block in blocks:
         kind = block.raw("type")
@@ -131,7 +131,7 @@ def _of_others(blocks: list[Fields], role: str) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": "\n".join(texts)}
 
 
-def _of_assistant(blocks: list[Fields]) -> Iterator[dict[str, Any]]:
+def _assistant_messages(blocks: list[Fields]) -> Iterator[dict[str, Any]]:
     texts, thoughts, calls = [], [], []
     for block in blocks:
         kind = block.raw("type")
@@ -180,7 +180,7 @@ def _choice(fields: Fields) -> dict[str, Any]:
 
 
 def _thinking(fields: Fields) -> dict[str, Any] | None:
-    """Templates know only whether a model thinks; not how much."""
+    """The template variables for thinking. Templates know only whether a model thinks, not how much."""
     kind = fields.raw("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise bad_field(fields.path("type"), "must be enabled, disabled or adaptive")
@@ -201,7 +201,7 @@ def _output(fields: Fields) -> dict[str, Any]:
 
 
 class MessageResponse(BlocksResponse):
-    """One message, as content blocks."""
+    """The response: one message, as content blocks."""
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
         self._head = {
@@ -252,7 +252,7 @@ def _end(choice: Choice) -> dict[str, Any]:
 
 
 def _content(block: Block, *, is_whole: bool) -> dict[str, Any]:
-    """A block, or its beginning."""
+    """A content block, or the empty one that begins it in a stream."""
     text = block.text if is_whole else ""
     if block.kind == THOUGHTS:
         return {"type": "thinking", "thinking": text, "signature": ""}

@@ -1,6 +1,6 @@
-"""Request bodies: received within limits on time and memory, and parsed without blocking others for long.
+"""Request bodies: received within limits on time and memory, and parsed without blocking the loop for long.
 
-The bytes of a body count until its request is answered, since what is made of them is about as large.
+The bytes of a body count until its request is answered, since the parsed request is about as large.
 Python's parser blocks all other threads, so a body with far more values than any request needs is refused
 before it is parsed. Parsing takes at most some 50 ms.
 """
@@ -23,7 +23,7 @@ from service.text.bounded_json import count_values, loads
 from service.turns import Turns
 
 _MAX_VALUES = 1 << 20
-# Parsed in about a millisecond.
+# A body of this size is parsed in about a millisecond.
 _SMALL_BYTES = 1 << 16
 
 
@@ -34,7 +34,7 @@ class BodyReader:
         self._receiver = receiver
         self._max_body_bytes = max_body_bytes
         self.budgets = budgets
-        # Large bodies are parsed one at a time, so that the event loop runs other tasks between two.
+        # Large bodies are parsed one at a time, so that other tasks run in between.
         self._parsing = Turns(1)
 
     @contextlib.asynccontextmanager
@@ -45,7 +45,7 @@ class BodyReader:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # Browsers let pages of other origins send some other types without a CORS check.
+            # Browsers let pages of other origins send some content types without a CORS check.
             text = "the content-type must be application/json"
             raise InvalidArgument("BAD_CONTENT_TYPE", "", text)
         coding = request.headers.get("content-encoding", "").strip().lower()
@@ -79,10 +79,10 @@ class BodyReader:
 
 
 class Body:
-    """A body in the form that the request receiver reads: with the methods it needs of a gRPC context."""
+    """A body that the request receiver can read: it has the methods of a gRPC context that are needed."""
 
     def __init__(self, receive: Receive, held: Budget, declared_bytes: int, max_bytes: int) -> None:
-        """`declared_bytes`: what the request's headers announce. `held`: the tenant's share of all bodies."""
+        """`declared_bytes`: from the content-length header. `held`: the tenant's budget of bodies."""
         self._receive = receive
         self._held = held
         self._declared_bytes = declared_bytes
@@ -92,12 +92,12 @@ class Body:
         self.size_bytes = 0
 
     def hold(self, more_bytes: int) -> None:
-        """Counts more bytes until the request is answered. Raises ArrivingFull. A single body always fits."""
+        """Counts bytes until the request is answered. Raises ArrivingFull. A single body always fits."""
         self._held.take(more_bytes, own=self.size_bytes)
         self.size_bytes += more_bytes
 
     async def read(self) -> Any:
-        """Reads to the end. Returns itself, why it is refused, or EOF if the client disconnected."""
+        """Reads to the end. Returns itself, the error that refuses it, or EOF if the client disconnected."""
         try:
             self._take(b"")
             more = True
@@ -119,5 +119,5 @@ class Body:
         self.data += part
 
     def cancelled(self) -> bool:
-        """Whether the client disconnected. The receiver asks after an EOF, so it has."""
+        """Whether the client disconnected. The receiver asks only after an EOF, so it has."""
         return True

@@ -1,4 +1,4 @@
-"""What is known of each choice of a response: its parts, as they come or all together, and its end."""
+"""The state of each choice of a response: its parts, streamed or collected, and its end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ THOUGHTS, TEXT, CALL = "thoughts", "text", "call"
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A stretch of thoughts or text, or a call; its text or arguments are in pieces.
+    """A run of thoughts or of text, or a tool call. Its text or arguments are in pieces.
 
     Attributes:
-        is_cut: Whether the answer's end has cut it off, or it is a call that has turned out to be malformed.
+        is_cut: Whether the answer's end has cut it off, or it is a call that turned out to be malformed.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Block:
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """Those of a call. None: they are cut off, or no object."""
+        """The arguments of a call. None: they are incomplete or not an object."""
         try:
             arguments = bounded_json.loads(self.text)
         except ValueError:
@@ -50,7 +50,7 @@ class Block:
         return arguments if isinstance(arguments, dict) else None
 
 
-# What happens to a block: "begin", "end", or that it gets a text ("delta").
+# ("begin", "end" or "delta"; the block; the text that a delta adds)
 Event: TypeAlias = tuple[str, Block, str]
 
 
@@ -60,11 +60,11 @@ class Blocks:
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._is_open = False
-        # By their numbers in the answer. Providers may send arguments of several in turns.
+        # By the call's number in the answer. Providers may interleave the arguments of several calls.
         self._calls: dict[int, Block] = {}
 
     def add(self, parts: list[Part]) -> list[Event]:
-        """Adds what belongs to a stream. Returns what happens to which block."""
+        """Adds parts of a stream. Returns the resulting events."""
         events: list[Event] = []
         for part in parts:
             if part.begun:
@@ -83,7 +83,7 @@ class Blocks:
         return events
 
     def keep(self, parts: list[Part]) -> None:
-        """Adds what belongs to a response in one piece, where malformed calls are text at their place."""
+        """Adds parts of a response in one piece: a malformed call becomes text in its place."""
         for part in parts:
             if part.broken:
                 block = self._calls[part.index]
@@ -92,7 +92,7 @@ class Blocks:
                 self.add([part])
 
     def end(self, *, is_cut: bool = False) -> list[Event]:
-        """Ends the open block, if there is one. `is_cut`: the answer is; a call may be whole before."""
+        """Ends the open block, if any. `is_cut`: the answer was cut off, maybe after the end of a call."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -101,7 +101,7 @@ class Blocks:
         return [("end", last, "")]
 
     def of_body(self) -> list[Block]:
-        """The blocks, numbered. Texts beside those of malformed calls become one block with them."""
+        """Numbered copies of the blocks. Adjacent texts, which malformed calls leave, become one block."""
         found: list[Block] = []
         for block in self.all:
             if found and block.kind == found[-1].kind == TEXT:
@@ -123,30 +123,30 @@ class Blocks:
 
 
 class Choice:
-    """One sample's part of the response."""
+    """One sample of the response."""
 
     def __init__(self, index: int, begin: int = 0) -> None:
-        """`begin`: the characters before the sample."""
+        """`begin`: the number of characters before the sample."""
         self.index = index
         self.begin = begin
         self.num_tokens = 0
         self.finish: str | None = None
-        # The stop text that has ended it.
+        # The stop text that ended it.
         self.stop = ""
         self._open_calls: set[int] = set()
-        # Of a stream: the characters that were sent, tokens whose log-probabilities were not, experts, which
-        # all come last, and whether something was sent.
+        # For a stream: the number of characters sent, the tokens whose log-probabilities were not sent yet,
+        # the experts, which are all sent last, and whether anything was sent.
         self.num_characters = begin
         self.waiting: list[dict[str, Any]] = []
         self.experts: list[bytes] = []
         self.has_begun = False
-        # Of a response in one piece: serialized chunks.
+        # For a response in one piece: serialized chunks.
         self.chunks_data: list[bytes] = []
-        # Of a chat in one piece, and of the APIs that have blocks.
+        # For a chat in one piece, and for APIs with blocks.
         self.blocks = Blocks()
 
     def parts(self, chunk: runner_pb2.SampleChunk) -> list[Part]:
-        """The parts of a chunk, in their order. With the last one, also sets the reason of the end."""
+        """The parts of a chunk in order. Sets the finish reason if this is the last chunk."""
         self.num_tokens += len(chunk.token_ids)
         open_calls, new_calls = list[Part](), list[Part]()
         for call in chunk.tool_calls:
@@ -167,5 +167,5 @@ class Choice:
         return [*thoughts, *open_calls, *content, *new_calls]
 
     def chunks(self) -> Iterator[runner_pb2.SampleChunk]:
-        """Those that were stored."""
+        """The stored chunks."""
         return map(runner_pb2.SampleChunk.FromString, self.chunks_data)

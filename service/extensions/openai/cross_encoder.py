@@ -1,7 +1,7 @@
-"""Scores of pairs by a model that reads both texts, and whose next token is its answer: yes or no.
+"""Scores pairs of texts by a model that reads both, and answers yes or no with its next token.
 
-The files of such a model name the two tokens, as sentence-transformers has them (`LogitScore`), and its chat
-template writes messages of the roles query and document, as in vLLM.
+The model's files name the two tokens, in the format of sentence-transformers (`LogitScore`), and its chat
+template takes messages of the roles query and document, as in vLLM.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from service.errors import InvalidArgument, SequenceTooLong, Unsupported
 from service.runtimes.embedding import BatchForward
 from service.text.text_model import TextModel
 
-# The query is in each pair: so many tokens of pairs are in memory at once.
+# The most tokens of pairs in memory at once: each pair repeats the query.
 _MOST_TOKENS = 1 << 20
-# Beyond which a likelihood is 0 as a float.
+# Beyond this the probability counts as 0. exp() would overflow a little later.
 _LARGE = 700
 
 
 class CrossEncoder:
-    """Compares texts by the model that is served. Without state."""
+    """Scores pairs by the served model. Has no state."""
 
     def __init__(self, state: ServerState, text: TextModel, forward: BatchForward) -> None:
         self._state, self._text, self._forward = state, text, forward
 
     @property
     def is_served(self) -> bool:
-        """Whether the served model is one that reads pairs. Raises NoWorker."""
+        """Whether the served model is a cross-encoder. Raises NoWorker."""
         return bool(_answers(self._state.first_ready.model.pooling))
 
     async def judge(
         self, request: runner_pb2.EmbedRequest, pairs: Sequence[tuple[int, int]], context: Any
     ) -> tuple[list[runner_pb2.Embedding], list[float]]:
-        """How likely the model says yes to each pair of inputs, which are texts; and what these cost.
+        """Returns the usage and the probability of "yes" for each pair of inputs, which must be texts.
 
-        Raises QuireError, for the first pair that fails, when pairs before it may have been computed.
+        Raises QuireError for the first pair that fails. Pairs before it may have been computed.
         """
         pooling = self._state.first_ready.model.pooling
         ids = _answers(pooling)
         if len(ids) != 2:
-            # A logit alone is not in an answer.
+            # Outputs have log-probabilities, which give the difference of two logits, but no single logit.
             raise Unsupported(f"the model's scores need {pooling}, which has no token for no")
         validation.refuse_unknown(request)
-        # Each Forward gets a copy of it.
+        # Checked here, because each Forward gets a copy of the salt.
         validation.check_cache_salt(request.cache_salt)
         if (tenant := current_tenant()) is not None:
             tenant.require_at_once(len(pairs))
@@ -73,7 +73,7 @@ class CrossEncoder:
     async def _answered(
         self, items: Sequence[executor_pb2.ForwardRequest], context: Any
     ) -> list[tuple[runner_pb2.Embedding, float]]:
-        """What each Forward costs, and how likely it says yes. Raises QuireError."""
+        """The usage of each Forward, and the probability of "yes". Raises QuireError."""
         batch = await self._forward(executor_pb2.BatchForwardRequest(items=items), context)
         answered = list[tuple[runner_pb2.Embedding, float]]()
         for item, result in zip(items, batch.results, strict=True):
@@ -88,7 +88,7 @@ class CrossEncoder:
     async def _item(
         self, request: runner_pb2.EmbedRequest, pair: tuple[int, int], ids: Sequence[int]
     ) -> executor_pb2.ForwardRequest:
-        """The Forward whose last output has the answer. Errors name the second text."""
+        """The Forward whose last output has the answer for a pair. Errors name the second text."""
         query, document = (request.inputs[index].text for index in pair)
         limits, field = self._state.limits, f"inputs[{pair[1]}].text"
         try:
@@ -107,6 +107,6 @@ class CrossEncoder:
 
 
 def _answers(pooling: str) -> list[int]:
-    """The tokens for yes and for no, of "LogitScore:YES:NO"; empty: it is no such model."""
+    """The tokens for yes and no, from "LogitScore:YES:NO". Empty: the model is no cross-encoder."""
     kind, *ids = pooling.split(":")
     return [*map(int, ids)] if kind == "LogitScore" and all(map(str.isdigit, ids)) else []

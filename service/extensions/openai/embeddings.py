@@ -1,7 +1,7 @@
-"""OpenAI's /v1/embeddings, and with them what Jina, Cohere and vLLM have to compare texts: rerank and score.
+"""OpenAI's /v1/embeddings; and rerank and score, as in the APIs of Jina, Cohere and vLLM.
 
-Two texts are as similar as the cosine of their vectors, of one Embed; or, by a model that reads both of them
-(`cross_encoder`), as likely as it says yes.
+The score of two texts is the cosine of their embeddings; or, if the model is a cross-encoder
+(`cross_encoder`), the probability of "yes".
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from service.extensions.openai.models import Models
 from service.extensions.openai.requests import IGNORED, priority_of, prompts
 from service.runtimes.embedding import MAX_INPUTS, Embedder
 
-# The parts of a JSON text. Others run between two: some are empty, behind what takes long.
+# The parts of a JSON text. Other tasks run between them; an empty part follows work that takes long.
 Pieces: TypeAlias = Iterator[str]
-# An answer's pieces, once the vectors and the scores of pairs are there.
+# Makes the answer of the embeddings and the scores of the pairs.
 Answer: TypeAlias = Callable[[Sequence[runner_pb2.Embedding], Iterable[float]], Pieces]
 _FORMATS = ("float", "base64")
 
@@ -42,9 +42,9 @@ class EmbeddingRequest:
     """A valid request, not yet checked against the model.
 
     Attributes:
-        names: Of the request's fields that have the inputs, by their index.
-        answer: Makes the answer of the vectors.
-        pairs: Which inputs are compared.
+        names: The request's field that has each input.
+        answer: Makes the answer.
+        pairs: The indexes of the inputs that are compared.
     """
 
     embed: runner_pb2.EmbedRequest
@@ -55,7 +55,7 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingHandler:
-    """Handles one of the routes, depending on `parse`. An ASGI application."""
+    """The ASGI application of one of the routes, depending on `parse`."""
 
     parse: Callable[[Fields, Models], EmbeddingRequest]
     models: Models
@@ -89,7 +89,7 @@ class EmbeddingHandler:
 
 
 def embeddings(fields: Fields, models: Models) -> EmbeddingRequest:
-    """A request to /v1/embeddings. Raises InvalidArgument, and what `Models.resolve` raises."""
+    """Parses a request to /v1/embeddings. Raises InvalidArgument, and whatever `Models.resolve` raises."""
     embed, model, max_tokens = _embed(fields, models)
     given = prompts(fields.raw("input"), max_tokens, "input", MAX_INPUTS)
     for text in given:
@@ -119,7 +119,7 @@ def embeddings(fields: Fields, models: Models) -> EmbeddingRequest:
 
 
 def rerank(fields: Fields, models: Models) -> EmbeddingRequest:
-    """A request to /v1/rerank: which documents are most similar to a query. Raises as `embeddings`."""
+    """Parses a request to /v1/rerank: sorts documents by their score with a query. Raises as `embeddings`."""
     embed, model, _ = _embed(fields, models)
     documents = [
         _document(each, f"documents[{index}]")
@@ -150,7 +150,7 @@ def rerank(fields: Fields, models: Models) -> EmbeddingRequest:
 
 
 def score(fields: Fields, models: Models) -> EmbeddingRequest:
-    """A request to /score: how similar the texts of two lists are, one with each or in pairs."""
+    """Parses a request to /score: scores one text with each of a list, or the pairs of two lists."""
     embed, model, _ = _embed(fields, models)
     left, right = (_texts(fields, name) for name in ("text_1", "text_2"))
     if len(left) not in (1, len(right)):
@@ -173,7 +173,7 @@ def score(fields: Fields, models: Models) -> EmbeddingRequest:
 
 
 def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:
-    """What all routes have: the Embed without its inputs, the model's name, and a prompt's most tokens."""
+    """The Embed without its inputs, the model's name, and the most tokens of a prompt. Used by all routes."""
     model = models.resolve(fields.get("model", string), needs_text=False)
     if not model.is_local:
         raise unsupported("model", "a provider's models make no embeddings here")
@@ -204,7 +204,7 @@ def _document(given: object, path: str) -> str:
 
 
 def _param(field: str, request: EmbeddingRequest) -> str:
-    """The request's field that an error of Embed is about."""
+    """The request's field for a field of Embed that an error names."""
     head, _, rest = field.partition("]")
     if not head.startswith("inputs["):
         return field
@@ -215,12 +215,12 @@ def _param(field: str, request: EmbeddingRequest) -> str:
 
 
 def _cosine(first: runner_pb2.Embedding, second: runner_pb2.Embedding) -> float:
-    """Of vectors of the length 1."""
+    """The cosine of two vectors of length 1."""
     return sum(one * other for one, other in zip(first.values, second.values, strict=True))
 
 
 def _numbers(values: Sequence[float]) -> str:
-    # As short as float32 needs them.
+    # 9 digits are enough for float32.
     return f"[{','.join(f'{value:.9g}' for value in values)}]"
 
 

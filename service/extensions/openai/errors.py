@@ -32,12 +32,12 @@ _STATUS_OF_REASON = {
     "BAD_CONTENT_TYPE": 415,
     "BAD_CONTENT_ENCODING": 415,
     "BAD_HOST": 421,
-    # This server's credentials at a provider: the caller cannot fix it.
+    # A provider refused this server's credentials: the caller cannot fix it.
     "UNAUTHORIZED": 502,
     "FORBIDDEN": 502,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Reasons that have a name in OpenAI's API.
+# Reasons that have a code in OpenAI's API.
 _CODES = {
     "RUNTIME_NOT_FOUND": "model_not_found",
     "SEQUENCE_TOO_LONG": "context_length_exceeded",
@@ -55,7 +55,7 @@ def http_status(error: QuireError) -> int:
 
 
 def headers(error: QuireError) -> dict[str, str]:
-    """Headers of the response: when to retry, or not to."""
+    """Headers of the response that tell when to retry, or not to retry."""
     fields = {}
     status = http_status(error)
     if status == 401:
@@ -66,25 +66,25 @@ def headers(error: QuireError) -> dict[str, str]:
         fields["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         fields["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     elif status in (429, 502):
-        # Otherwise OpenAI's clients retry by themselves.
+        # Otherwise OpenAI's clients would retry by themselves.
         fields["x-should-retry"] = "false"
     return fields
 
 
 def of_request(error: QuireError, param_of: Callable[[str], str]) -> QuireError:
-    """The same error, with the field of the request (`param_of`) instead of that of an item."""
+    """The same error with the field of an item replaced by that of the request, from `param_of`."""
     return error.at(param_of(error.field)) if error.field else error
 
 
 @contextlib.contextmanager
 def of_prompt(index: int, count: int, param_of: Callable[[str], str]) -> Iterator[None]:
-    """Lets an error say which of `count` prompts has it, if there are several. `param_of`: of the request."""
+    """Adds to errors which of `count` prompts has failed, if there are several. `param_of`: the request's."""
     try:
         yield
     except QuireError as error:
         if count == 1:
             raise
-        # Behind the prefix its field could not be renamed any more.
+        # Before the prefix is added, because then the field can no longer be renamed.
         raise of_request(error, param_of).after(f"prompt {index}: ") from None
 
 
@@ -98,7 +98,7 @@ def body(error: QuireError) -> dict[str, Any]:
 
 
 def _message_of(error: QuireError) -> str:
-    """The message, with the field if it does not name that: clients print it alone."""
+    """The message, with the field unless it names it: clients print only the message."""
     is_named = error.field.rpartition(".")[2] in error.message
     return error.message if is_named else f"{error.field}: {error.message}"
 

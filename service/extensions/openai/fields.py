@@ -1,6 +1,6 @@
 """Reads a JSON object field by field: each field is checked, and unknown fields are refused.
 
-null means that a field is absent, as in OpenAI's API. pydantic was tried: 432 lines instead of 456, but it
+A null field counts as absent, as in OpenAI's API. pydantic was tried: 432 lines instead of 456, but it
 blocks the event loop for three times as long. null, unpaired surrogates, and stopping at the first of a
 hundred thousand errors need validators in Python around it. msgspec is fast, but it lets unpaired surrogates
 pass, refuses unknown fields that are null, has no bounds above 2**63, and names no keys in its errors.
@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 from service.errors import InvalidArgument
 
 _MAX_NAME_CHARACTERS = 64
-# Of float32, which the API uses.
+# About the largest float32, the type of the protos' fields.
 _MAX_NUMBER = 3e38
 _Value = TypeVar("_Value")
 
 
 class Fields:
-    """An object, and the names of the fields that were read."""
+    """A JSON object, and the names of the fields that were read."""
 
     def __init__(self, values: object, path: str = "") -> None:
-        """`path`: of the object in the request. Raises InvalidArgument if `values` is not an object."""
+        """`path`: the object's path in the request. Raises InvalidArgument if `values` is not an object."""
         if not isinstance(values, dict):
             raise bad_field(path, "must be an object")
         self._values: Mapping[str, Any] = values
@@ -36,21 +36,21 @@ class Fields:
         return f"{self._path}.{name}" if self._path else name
 
     def has(self, name: str) -> bool:
-        """Whether a field is there, and not null."""
+        """Whether a field is present and not null."""
         return self._values.get(name) is not None
 
     def raw(self, name: str) -> Any:
-        """A field, not checked; None: absent."""
+        """The unchecked value of a field. None: absent."""
         self._read.add(name)
         return self._values.get(name)
 
     def get(self, name: str, check: Callable[..., _Value], *bounds: int) -> _Value | None:
-        """A field, checked by one of the functions below; None: absent."""
+        """The value of a field, checked by one of the functions below. None: absent."""
         value = self.raw(name)
         return None if value is None else check(value, self.path(name), *bounds)
 
     def required(self, name: str) -> str:
-        """A string that must be present and not empty."""
+        """The value of a string field that must be present and not empty."""
         value = self.get(name, string)
         if not value:
             raise bad_field(self.path(name), "is required")
@@ -61,7 +61,7 @@ class Fields:
     ) -> None:
         """Raises InvalidArgument for the first field that was not read and is not `ignored`.
 
-        `neutral`: values that ask for nothing, by name: the defaults of fields that are refused otherwise.
+        `neutral`: by name, the values of unsupported fields that have no effect, such as their defaults.
         """
         for name, value in self._values.items():
             if name in self._read or name in ignored or value is None:
@@ -73,7 +73,7 @@ class Fields:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Whether they are equal in JSON, where true is not 1."""
+    """Whether two values are equal in JSON, where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -83,7 +83,7 @@ def bad_field(field: str, problem: str) -> InvalidArgument:
 
 
 def unsupported(field: str, why: str) -> InvalidArgument:
-    """The error for a field with a valid value that could change the result, and cannot here."""
+    """The error for a valid field that should change the result and is not supported."""
     return InvalidArgument("UNSUPPORTED_FIELD", field, f"{field}: {why}")
 
 

@@ -1,6 +1,6 @@
 """The HTTP server for OpenAI's API, in the gateway's event loop.
 
-A request becomes a batch of ModelRunnerService, with the same authentication, limits and runtimes.
+A request becomes an execution of ModelRunnerService, with the same authentication, limits and runtimes.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def _limits(config: Config) -> HttpLimits:
 
 
 class OpenAiFront(Extension):
-    """Owns the HTTP server."""
+    """The extension. Owner of the HTTP server."""
 
     port_for = "HTTP"
 
     def __init__(self, listen: str, logprobs_mode: str, experts_form: str, backend: str) -> None:
-        """`backend`: by which trainers broadcast weights."""
+        """`backend`: the library by which trainers broadcast weights."""
         self.listen, self._logprobs_mode = listen, logprobs_mode
         self._experts_form, self._backend = experts_form, backend
         self._transfer: WeightTransfer | None = None
 
     def attach(self, parts: GatewayParts) -> None:
-        """Makes the server. Raises ConfigError for certificates that cannot be used."""
+        """Creates the server. Raises ConfigError for unusable certificates."""
         self._state = parts.state
         config = parts.state.config
         self._models = Models(parts.runner.router, parts.state)
@@ -133,7 +133,7 @@ class OpenAiFront(Extension):
         ]
 
     def _operators_routes(self, parts: GatewayParts) -> list[GuardedRoute]:
-        # As in gRPC: without tokens, for callers of this machine.
+        # As for gRPC: without authentication only for callers on this machine.
         is_safe = parts.authenticator is not None or is_private(self.listen)
         if self._backend == NONE or parts.admin is None or not is_safe:
             return []
@@ -145,14 +145,14 @@ class OpenAiFront(Extension):
         return self.server.bind()
 
     async def run(self) -> None:
-        """Serves until `stop`. Call `bind` before. Raises PoolFailed: see `_require_experts`."""
+        """Serves until `stop`. `bind` must be called before. Raises PoolFailed: see `_require_experts`."""
         async with asyncio.TaskGroup() as tasks:
             checking = tasks.create_task(self._require_experts())
             await self.server.run()
             checking.cancel()
 
     async def _require_experts(self) -> None:
-        """A trainer that replays experts must not get answers without them, and learns it at the start."""
+        """Raises PoolFailed if experts are configured and the model has none: trainers learn it early so."""
         if self._experts_form == routed_experts.NONE:
             return
         await wait_until(lambda: self._state.current_limits is not None)
@@ -163,7 +163,7 @@ class OpenAiFront(Extension):
             raise PoolFailed(f"{form} needs a model with experts: {error}", EXIT_CONFIG) from None
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no more requests, waits this time for running ones, then fails the rest with Draining."""
+        """Accepts no more requests, waits `grace_s` for running ones, then fails the rest with Draining."""
         await asyncio.gather(self._middleware.stop(grace_s), self.server.stop(grace_s))
         if self._transfer is not None:
             await self._transfer.close()
@@ -173,7 +173,7 @@ class OpenAiFront(Extension):
         """Connections that are not closed yet."""
         return len(self.server.connections)
 
-    # Requests without a batch.
+    # Requests without an execution.
 
     async def _health(self, _request: Request) -> Response:
         state = self._state.state_name

@@ -1,7 +1,7 @@
 """vLLM's /inference/v1/generate: token ids in, token ids out, for code that renders prompts itself.
 
-The fields are those of vLLM's `GenerateRequest`, `SamplingParams` and `GenerateResponse`. An entry of the
-log-probabilities has both forms of vLLM: `token_id`, and `token` as "token_id:N".
+The fields are those of vLLM's `GenerateRequest`, `SamplingParams` and `GenerateResponse`. Log-probabilities
+name a token in both of vLLM's forms: `token_id`, and `token` as "token_id:N".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from service.extensions.openai.routed_experts import NONE, routed_experts
 
 _MAX_IDS = 1 << 20
 _IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
-# How tokens become text, and what only code of vLLM itself sets.
+# Fields for detokenization, and fields that only vLLM's own code sets.
 _IGNORED_SETTINGS = frozenset(
     {
         "detokenize", "flat_logprobs", "include_stop_str_in_output", "output_kind",
@@ -50,20 +50,20 @@ _IGNORED_SETTINGS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(CompletionRequest):
-    """A valid request, not yet checked against the model. It has one item."""
+    """A valid request with one item, not yet checked against the model."""
 
     request_id: str
-    # How many alternatives to each token of the output. None: no log-probabilities of it.
+    # The number of alternatives to each output token. None: no log-probabilities.
     num_top: int | None
 
 
 def generate(
     value: object, resolve: ResolveModel, *, is_processed: bool = False, experts_form: str = NONE
 ) -> GenerateRequest:
-    """A request to /inference/v1/generate.
+    """Parses a request to /inference/v1/generate.
 
-    `is_processed`: the log-probabilities of tokens are those that they were drawn with. `experts_form`: of
-    `routed_experts`. Raises InvalidArgument, and what `resolve` raises.
+    `is_processed`: log-probabilities are those of the sampling distribution. `experts_form`: the form of
+    `routed_experts`. Raises InvalidArgument, and whatever `resolve` raises.
     """
     fields = Fields(value)
     model = resolve(fields.get("model", string))
@@ -114,13 +114,13 @@ def generate(
 
 def _settings(given: object) -> Fields:
     if isinstance(given, dict) and given.get("seed") == -1:
-        # In vLLM it means none.
+        # In vLLM this value means no seed.
         given = {**given, "seed": None}
     return Fields(given, "sampling_params")
 
 
 def _set_logprobs(item: runner_pb2.ExecuteItem, num_top: int | None, *, is_processed: bool) -> None:
-    """`num_top`: how many alternatives are wanted, the token itself included. None: no log-probabilities."""
+    """`num_top`: the number of alternatives, including the token itself. None: no log-probabilities."""
     if num_top is None:
         return
     if not (is_processed and item.sampling.temperature > 0):
@@ -134,7 +134,7 @@ def _set_logprobs(item: runner_pb2.ExecuteItem, num_top: int | None, *, is_proce
 
 
 class GenerateResponse(CompletionResponse):
-    """All choices of one request, as token ids."""
+    """The response: all choices, as token ids."""
 
     _request: GenerateRequest
 
@@ -149,7 +149,7 @@ class GenerateResponse(CompletionResponse):
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
         choice, _ = self._update_choice(chunk)
-        # All of them come at the end, as in vLLM.
+        # All experts are sent at the end, as in vLLM.
         choice.experts.extend(chunk.experts)
         if chunk.token_ids or choice.finish:
             fields = self._fields(choice.index, choice.finish, lambda: iter((chunk,)))
@@ -159,7 +159,7 @@ class GenerateResponse(CompletionResponse):
 
     def _body(self) -> dict[str, Any]:
         choice = next(iter(self._choices.values()))
-        return {"prompt_logprobs": None, **self._of_prompt(choice), **super()._body()}
+        return {"prompt_logprobs": None, **self._prompt_fields(choice), **super()._body()}
 
     def _whole(self, choice: Any) -> dict[str, Any]:
         fields = self._fields(choice.index, choice.finish, choice.chunks)
@@ -176,7 +176,7 @@ class GenerateResponse(CompletionResponse):
         return {"index": index, "token_ids": token_ids, "logprobs": logprobs, "finish_reason": finish}
 
     def _token_entries(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        """Each token, with the most likely others: as many as were asked for, itself included."""
+        """Each token with the most likely others: together as many as requested."""
         for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=False):
             entries = [
                 {"token": f"token_id:{each}", "token_id": each, "logprob": value, "rank": rank}

@@ -1,6 +1,6 @@
-"""Handles a request for text or tokens: runs its body as a batch, and sends the response.
+"""Handles a request for text or tokens: runs it as an execution, and sends the response.
 
-The batch ends at once if the client disconnects or does not read for too long.
+The execution ends at once if the client disconnects or does not read for too long.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from service.runtimes.executions import Executions
 from service.runtimes.items import num_samples
 from service.text.text_model import TextModel
 
-# The method of this name.
+# The method Forward of the API.
 Forward: TypeAlias = Callable[
     [executor_pb2.ForwardRequest, "grpc.aio.ServicerContext[Any, Any]"],
     Awaitable[executor_pb2.ForwardResponse],
 ]
-# A response is sent in parts of about this size.
+# The approximate size of the parts that a response is sent in.
 _PART_BYTES = 1 << 16
 JSON = (b"content-type", b"application/json")
 _EVENT_STREAM = [
@@ -52,9 +52,10 @@ _EVENT_STREAM = [
 
 @dataclass(frozen=True, eq=False)
 class CompletionHandler:
-    """Handles completions or chats, depending on `parse`. An ASGI application.
+    """The ASGI application for completions or chats, depending on `parse`.
 
-    `parse` makes a request of a body and `resolve`, and of what it goes on from, by the name `earlier`.
+    `parse` makes a request of a body and `resolve`; and of the messages that it continues, if there are any,
+    as the argument `earlier`.
     """
 
     parse: Callable[..., CompletionRequest]
@@ -69,7 +70,7 @@ class CompletionHandler:
         CompletionResponse
     )
     needs_text: bool = True
-    # What a request goes on from, as JSON; empty: nothing.
+    # The messages that a request continues, as JSON. Empty: none.
     earlier: Callable[[object], bytes] = lambda _: b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +82,7 @@ class CompletionHandler:
             await until_disconnected(receive, self._handle(parsed, body, scope, send))
 
     async def _handle(self, parsed: list[object], body: Body, scope: Scope, send: Send) -> None:
-        """`parsed`: the value, which is taken from it: Python's numbers take many times their bytes."""
+        """`parsed`: the value; it is emptied here to free memory, since parsed numbers take much of it."""
         (value,) = parsed
         going_on = {}
         if data := self.earlier(value):
@@ -99,14 +100,14 @@ class CompletionHandler:
             raise of_request(error, completion_request.param_of) from None
 
     async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
-        """Runs the request as an execution, and sends its response. Raises QuireError."""
+        """Runs a request as an execution, and sends its response. Raises QuireError."""
         tenant, items = current_tenant(), completion_request.items
         if tenant is not None:
-            # The first one above the quota would end the response, for which others were computed.
+            # Otherwise the first sample above the quota would end the response, and waste the others.
             is_local = completion_request.model.is_local
             tenant.require_at_once(sum(map(num_samples, items)) if is_local else len(items))
         async with self._response(completion_request) as response:
-            # Preparing the response may have made tokens of prompts.
+            # Built here because `_response` may have tokenized prompts.
             request = runner_pb2.ExecuteRequest(
                 runtime=completion_request.model.runtime,
                 items=items,
@@ -126,7 +127,7 @@ class CompletionHandler:
 
     @asynccontextmanager
     async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
-        """The response, before its first chunk. The context ends when it is sent."""
+        """Prepares the response. The context ends when it is sent."""
         prompts, tokenizer = list[Prompt](), None
         if request.model.is_local:
             prompts = await prompts_of(request, self.text, formats_of_model(self.state))
@@ -147,12 +148,12 @@ class CompletionHandler:
         prompt: Prompt,
         context: ForwardContext,
     ) -> None:
-        """Scores what is returned of a prompt: all of it, or the tokens whose experts are; or nothing."""
+        """Scores the part of a prompt that is returned: all of it, the tokens with experts, or nothing."""
         wanted = request.experts
         if wanted is not None:
             wanted.check(len(prompt.token_ids))
         if request.num_scored is None:
-            # The execution returns those of the last token.
+            # The execution returns the experts of the last token.
             if wanted is None or wanted.start >= len(prompt.token_ids) - 1:
                 return
             prompt.scored_from = wanted.start
@@ -173,7 +174,7 @@ class CompletionHandler:
     async def _send_whole(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
     ) -> None:
-        """Sends the response in one piece. Its chunks count as unread until it is sent."""
+        """Sends the response in one piece. Its chunks count as unread answers until it is sent."""
         held_bytes = large_bytes = 0
         answers = self.state.budgets.of(current_tenant()).answers
         time_slice = TimeSlice()
@@ -202,13 +203,13 @@ class CompletionHandler:
     async def _send_stream(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
     ) -> None:
-        """Sends the response as a stream, from the first event on: an error before it has its own status."""
+        """Sends the response as a stream. The first event starts it: an error before has its own status."""
         body = ResponseBody(send, _EVENT_STREAM)
         held_bytes = 0
         answers = self.state.budgets.of(current_tenant()).answers
         try:
             while chunks := await execution.read(reader):
-                # These are kept until a choice ends.
+                # Experts are kept until a choice ends.
                 for experts in (each for chunk in chunks for each in chunk.experts):
                     answers.take(len(experts))
                     held_bytes += len(experts)
@@ -218,7 +219,7 @@ class CompletionHandler:
                         response.frame(each) for chunk in chunks for each in response.events(chunk)
                     )
                 except QuireError:
-                    # What came before a failed sample is sent.
+                    # Send the events before a failed sample.
                     await body.flush()
                     raise
                 await body.flush()
@@ -230,17 +231,17 @@ class CompletionHandler:
 
 
 class ForwardContext(ExitStack):
-    """What a Forward needs of a gRPC context. Its answer counts until the response is sent."""
+    """Stands in for the gRPC context of a Forward. The answer counts until the response is sent."""
 
     def time_remaining(self) -> None:
-        """There is no deadline."""
+        """Returns None: there is no deadline."""
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         self.callback(callback, self)
 
 
 class ResponseBody:
-    """Sends a response in parts, as fast as the client reads. Its first part starts the response."""
+    """Sends a response in parts, as fast as the client reads. The first part starts the response."""
 
     def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._send = send
@@ -250,7 +251,7 @@ class ResponseBody:
         self._num_characters = 0
 
     async def write(self, texts: Iterable[str]) -> None:
-        """Lets other tasks run between the texts, some of which may only be sent later."""
+        """Adds texts, and sends full parts. Other tasks run between the texts."""
         time_slice = TimeSlice()
         for text in texts:
             self._parts.append(text)
@@ -266,7 +267,7 @@ class ResponseBody:
             await self._send({"type": "http.response.body", "body": self._take(), "more_body": True})
 
     async def end(self) -> None:
-        """Ends the response. A short one has its length."""
+        """Ends the response. A response that fits into one part has a content-length."""
         last = self._take()
         await self._begin([*self._headers, (b"content-length", str(len(last)).encode())])
         await self._send({"type": "http.response.body", "body": last})
@@ -283,7 +284,7 @@ class ResponseBody:
 
 
 def _described(started: runner_pb2.ExecutionStarted, response: CompletionResponse) -> dict[str, str | int]:
-    """An answer's attributes for traces."""
+    """The attributes of an answer for traces."""
     model, usage = started.model_id, response.usage()
     models = {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
     return {

@@ -1,7 +1,7 @@
-"""Which field of a request sets which field of an item of Execute: said once, for both directions.
+"""Tables that map fields of requests to fields of items of Execute, for both directions.
 
-A route has a table of `ItemField`s. `set_fields` sets an item by them, and `param_of` tells which field of
-the request an error of the execution is about. What is no field of an item is read by the route itself.
+A route has a table of `ItemField`s. `set_fields` sets an item by it, and `param_of` finds the field of the
+request that an error of the execution is about. Other fields are read by the route itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from service.extensions.openai.fields import (
 from service.extensions.openai.messages import MAX_TOOLS, parse_messages
 from service.runtimes.items import MAX_BAD_WORDS, MAX_SAMPLES, MAX_STOPS
 
-# Only so that a list is short: an item may have fewer.
+# Bounds the length of a list. Items have a lower limit.
 _MAX_STOP_IDS = 1024
 _MAX_ALLOWED_IDS = 1 << 20
 _MAX_CHOICES = 1024
@@ -43,7 +43,7 @@ _NEUTRAL_OF_STRUCTURED = {
     "disable_any_whitespace": False,
     "disable_additional_properties": False,
 }
-# What templates know beside `reasoning_effort`.
+# Further template variables that values of `reasoning_effort` set.
 _EFFORTS = {"none": {"enable_thinking": False}}
 _TOOL_CHOICES = {
     "auto": runner_pb2.TOOL_CHOICE_UNSPECIFIED,
@@ -54,8 +54,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_ID = (1 << 32) - 1
 _SEEDS = 1 << 64
 
-# Sets fields of an item to a value of a request, which is not null and has this path there. Raises
-# InvalidArgument.
+# Sets fields of an item from a value of a request (not null) with a path. Raises InvalidArgument.
 SetField: TypeAlias = Callable[[runner_pb2.ExecuteItem, Any, str], None]
 
 
@@ -64,11 +63,11 @@ class ItemField:
     """A field of a request.
 
     Attributes:
-        name: In its object.
-        target: The field of an item that it sets, or the message whose fields it sets.
-        set: None: the route does, since it takes more than an item and this value.
-        also: Further fields of an item that errors can name for it.
-        parent: With its dot, the path of its object in the request.
+        name: The field's name in its object.
+        target: The field of an item, or the message in it, that it sets.
+        set: None: the route sets it, because more than this value is needed.
+        also: Further fields of an item that stand for this field in errors.
+        parent: The path of its object in the request, with a dot at the end.
     """
 
     name: str
@@ -79,50 +78,50 @@ class ItemField:
 
 
 def set_fields(item: runner_pb2.ExecuteItem, fields: Fields, table: Sequence[ItemField]) -> None:
-    """Sets what the request has, in the order of the table. Raises InvalidArgument."""
+    """Sets an item from the fields that are present, in the order of the table. Raises InvalidArgument."""
     for one in table:
         if one.set is not None and (value := fields.raw(one.name)) is not None:
             one.set(item, value, fields.path(one.name))
 
 
 def given(fields: Fields, table: Sequence[ItemField]) -> tuple[ItemField, ...]:
-    """The entries of a table that a request has: several may set the same field of an item."""
+    """The entries of a table whose fields are present: several may set the same field of an item."""
     return tuple(one for one in table if fields.has(one.name))
 
 
-# Before the path of a field of an item, in errors of a batch.
+# The prefix of the path of an item's field, in errors of an execution.
 _BEFORE = re.compile(r"^(?:items\[\d+\]\.|output\.)+")
 
 
 def param_of(field: str, *tables: Sequence[ItemField]) -> str:
-    """The field of the request that an error names by a field of an item. The first table that knows it."""
+    """The request's field for a field of an item that an error names, from the first table that has it."""
     path = _BEFORE.sub("", field)
     for table in tables:
         targets = [(target, one) for one in table for target in (one.target, *one.also)]
-        # The longest one says most.
+        # The longest target is the most specific.
         for target, one in sorted(targets, key=lambda each: len(each[0]), reverse=True):
             rest = path.removeprefix(target)
             if path.startswith(target) and rest[:1] in ("", ".", "["):
-                # Entries of a list are the same in both; fields of a message are not.
+                # List indexes are the same in both; names of fields are not.
                 inner = rest.replace(".arguments_json", ".function.arguments") if rest[:1] == "[" else ""
                 return f"{one.parent}{one.name}{inner}"
     return path.removeprefix("sampling.")
 
 
 def renamed(path: str, names: Mapping[str, str]) -> str:
-    """The path of a field whose longest beginning in `names` is replaced by what that is there."""
+    """A path whose longest prefix in `names` is replaced by its value there."""
     ends = [len(path), *(found.start() for found in reversed([*re.finditer(r"[.\[]", path)]))]
     end = next((end for end in ends if path[:end] in names), 0)
     return names.get(path[:end], "") + path[end:]
 
 
-# How fields are set.
+# Functions that set fields.
 
 
 def plain(
     name: str, target: str, check: Callable[..., Any], *bounds: int, also: tuple[str, ...] = ()
 ) -> ItemField:
-    """A field whose value, checked by a function of `fields`, becomes that of the item; a list is added."""
+    """A field that is copied to the item after a check by a function of `fields`. Lists are appended."""
     *parents, last = target.split(".")
 
     def set_it(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
@@ -141,7 +140,7 @@ def _sampling(setting: Setting) -> ItemField:
         return plain(setting.name, target, number)
 
     def limit(value: object, path: str) -> int:
-        # In other servers -1 means no limit, as 0 does here.
+        # -1 means no limit in other servers, and 0 here.
         return max(0, integer(value, path, -1, int(setting.maximum)))
 
     return plain(setting.name, target, limit)
@@ -164,7 +163,7 @@ def _negated(value: object, path: str) -> bool:
 
 
 def _set_salt(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    """An empty one is refused: it would be as if there were none."""
+    """Refuses an empty salt, which would have no effect."""
     item.cache_salt = string(value, path)
     if not item.cache_salt:
         raise bad_field(path, "is required")
@@ -189,7 +188,7 @@ def _set_documents(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 
 def _set_prediction(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    """What is predicted repeats the prompt in all but a few places, so that drafts come from there."""
+    """Makes drafts from the prompt: a prediction repeats most of it."""
     fields = Fields(value, path)
     if fields.raw("type") != "content":
         raise bad_field(fields.path("type"), "must be content")
@@ -208,7 +207,7 @@ def _set_bias(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 
 def _set_logprobs(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    """Of completions: how many alternatives to each token there are."""
+    """For completions, where the value is the number of alternatives to each token."""
     item.logprobs, item.top_logprobs = True, integer(value, path, 0, MAX_TOP_LOGPROBS)
 
 
@@ -244,7 +243,7 @@ def _set_tool_choice(item: runner_pb2.ExecuteItem, value: Any, path: str) -> Non
 
 def _set_parallel(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     is_parallel = boolean(value, path)
-    # Without tools it asks for nothing.
+    # Without tools it has no effect.
     item.answer_parts.single_call = not is_parallel and bool(item.chat.tools_json)
 
 
@@ -252,7 +251,7 @@ def _set_format(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     form = Fields(value, path)
     kind = form.raw("type")
     if kind == "json_object":
-        # llama.cpp has a schema here, and instructor sends it.
+        # llama.cpp accepts a schema here, and instructor sends it.
         schema = form.raw("schema")
         text = _ANY_OBJECT if schema is None else _object(schema, form.path("schema"))
         _set_constraint(item, path, json_schema=text)
@@ -267,14 +266,14 @@ def _set_format(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 
 def _object(value: Any, path: str) -> str:
-    """The JSON of an object."""
+    """Encodes an object as JSON."""
     if not isinstance(value, dict):
         raise bad_field(path, "must be an object")
     return _json(value, path)
 
 
 def _set_constraint(item: runner_pb2.ExecuteItem, path: str, **kind: str) -> None:
-    """Of this kind; without one it is only checked that there is no other."""
+    """Sets a constraint of this kind. Without a kind, only checks that there is no other constraint."""
     if item.HasField("constraint"):
         raise bad_field(path, "is one constraint too many: only one can be")
     for name, text in kind.items():
@@ -284,7 +283,7 @@ def _set_constraint(item: runner_pb2.ExecuteItem, path: str, **kind: str) -> Non
 
 
 def _set_schema(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    """A schema, or its text."""
+    """Sets a JSON schema, given as a value or as its text."""
     schema = string(value, path) if isinstance(value, str) else _json(value, path)
     _set_constraint(item, path, json_schema=schema)
 
@@ -319,7 +318,7 @@ _STRUCTURED: Mapping[str, SetField] = {
 
 
 def _set_structured(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
-    """As in vLLM."""
+    """Sets vLLM's `structured_outputs`."""
     fields = Fields(value, path)
     for name, set_it in _STRUCTURED.items():
         if (inner := fields.raw(name)) is not None:
@@ -338,8 +337,8 @@ def _set_allowed(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 
 def token_ids(values: list[Any], field: str) -> list[int]:
-    """A list of token ids, of any length. Raises InvalidArgument."""
-    # There may be a million: they are checked one by one only to find the invalid one.
+    """Checks a list of token ids of any length. Raises InvalidArgument."""
+    # There may be a million, so they are checked one by one only to find the invalid one.
     if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= MAX_ID):
         for index, value in enumerate(values):
             if type(value) is not int or not 0 <= value <= MAX_ID:
@@ -371,7 +370,7 @@ _COMMON = (
     ItemField("allowed_token_ids", "constraint.mask", _set_allowed),
     ItemField("structured_outputs", "constraint", _set_structured),
 )
-# Of both routes that return texts.
+# Fields of both routes that return texts.
 _TEXTS = (
     *_COMMON,
     plain("skip_special_tokens", "special_tokens_in_text", _negated),
@@ -381,22 +380,22 @@ _TEXTS = (
     ItemField("guided_grammar", "constraint.lark", _set_grammar),
     ItemField("prediction", "speculation", _set_prediction),
 )
-# Of /v1/completions. Each of its prompts becomes an item.
+# Fields of /v1/completions. Each of its prompts becomes an item.
 COMPLETION = (
     *_TEXTS,
     _MAX_TOKENS,
     ItemField("logprobs", "top_logprobs", _set_logprobs),
     ItemField("prompt", "text", None, also=("tokens",)),
 )
-# Of /v1/chat/completions.
+# Fields of /v1/chat/completions.
 CHAT = (
     *_TEXTS,
     _MAX_TOKENS,
-    # It comes after the older name, and overrides it.
+    # After the older name, which it overrides.
     plain("max_completion_tokens", "max_tokens", integer, 1, MAX_ID),
     plain("logprobs", "logprobs", boolean),
     plain("top_logprobs", "top_logprobs", integer, 0, MAX_TOP_LOGPROBS),
-    # The server makes tokens of them.
+    # Errors about tokens are about the messages, which the server tokenizes.
     plain("messages", "chat.messages", parse_messages, also=("chat", "tokens")),
     ItemField("tools", "chat.tools_json", _set_tools, also=("answer_parts.tools_json",)),
     ItemField("tool_choice", "answer_parts.tool_choice", _set_tool_choice),
@@ -409,7 +408,7 @@ CHAT = (
     plain("continue_final_message", "chat.continue_last_message", boolean),
     plain("add_generation_prompt", "chat.omit_generation_prompt", _negated),
 )
-# Of `sampling_params` of /inference/v1/generate, and beside them.
+# Fields of `sampling_params` of /inference/v1/generate.
 GENERATE_PARAMS = tuple(
     replace(one, parent="sampling_params.")
     for one in (
@@ -418,7 +417,7 @@ GENERATE_PARAMS = tuple(
         ItemField("logprobs", "top_logprobs", None),
     )
 )
-# Beside these.
+# Its other fields.
 GENERATE_REQUEST = (
     ItemField("cache_salt", "cache_salt", _set_salt),
     ItemField("token_ids", "tokens.token_ids", None),

@@ -1,4 +1,4 @@
-"""Chat messages of OpenAI's API as messages of ours."""
+"""Parses chat messages of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _ROLES = {
     "tool": runner_pb2.CHAT_ROLE_TOOL,
 }
 _TEXTS, _REFUSALS = {"text": "text"}, {"refusal": "refusal"}
-# What answers have beside the message itself, and clients send back with it: sources, and copies of what is
-# in the message already.
+# Fields of answers that clients send back with the message: sources, and copies of other fields.
 _IGNORED_OF_ASSISTANT = frozenset({"annotations", "parsed"})
 _IGNORED_OF_CALL = frozenset({"index"})
 _IGNORED_OF_FUNCTION = frozenset({"parsed_arguments"})
 
 
 def parse_messages(values: object, path: str) -> list[runner_pb2.ChatMessage]:
-    """The messages of a request. Raises InvalidArgument."""
+    """Parses the messages of a request. Raises InvalidArgument."""
     if not (found := [] if values is None else array(values, path, MAX_MESSAGES)):
         raise bad_field(path, "must be a list of at least one message")
     return [_message(value, f"{path}[{index}]") for index, value in enumerate(found)]
@@ -45,9 +44,9 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
         raise bad_field(f"{path}.content", "must have at least one part")
     is_assistant = role == "assistant"
     if is_assistant:
-        _add_parts_of_assistant(message, fields)
+        _add_assistant_fields(message, fields)
         if content is None:
-            # An answer without text: OpenAI's API has a refusal there, and others only thoughts.
+            # An answer without text has a refusal in OpenAI's API, and only thoughts in others.
             content = fields.get("refusal", string)
             if content is None and message.HasField("reasoning_content") and not message.tool_calls:
                 content = ""
@@ -61,7 +60,7 @@ def _message(value: object, path: str) -> runner_pb2.ChatMessage:
     return message
 
 
-def _add_parts_of_assistant(message: runner_pb2.ChatMessage, fields: Fields) -> None:
+def _add_assistant_fields(message: runner_pb2.ChatMessage, fields: Fields) -> None:
     for index, call in enumerate(fields.get("tool_calls", array, MAX_TOOLS) or ()):
         message.tool_calls.append(_call(call, index, f"{fields.path('tool_calls')}[{index}]"))
     for name in ("reasoning", "reasoning_content"):
@@ -71,9 +70,9 @@ def _add_parts_of_assistant(message: runner_pb2.ChatMessage, fields: Fields) -> 
 
 
 def text_of(value: object, path: str, kinds: Mapping[str, str], ignored: frozenset[str] = frozenset()) -> str:
-    """The text of a content: a string, or a list of parts, which become lines. Raises InvalidArgument.
+    """The text of a message's content: a string, or a list of parts, which become lines.
 
-    `kinds`: the types that a part can have, and the field of each that has its text.
+    `kinds`: the allowed types of parts, and the field of each that has its text. Raises InvalidArgument.
     """
     if isinstance(value, str):
         return string(value, path)

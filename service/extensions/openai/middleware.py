@@ -1,8 +1,8 @@
 """The middleware of every request: authentication, a request id, logging, and errors in OpenAI's form.
 
-The counterpart of the interceptor for gRPC: an unauthorized request is refused before its body arrives, and
-unexpected exceptions become errors without their text. Each route declares who may use it, which is checked
-when the router has chosen it.
+The counterpart of gRPC's interceptor: an unauthorized request is refused before its body arrives, and
+unexpected exceptions become errors without their text. Each route declares who may use it; this is checked
+once the router has chosen the route.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from service.printable import escaped
 from service.setting_rules import is_private
 
 _log = get_logger(__name__)
-# Anthropic's API: errors have its form, and a token may come in its header.
+# Anthropic's API: errors have its form, and the token may be in its header.
 MESSAGES = "/v1/messages"
 _API_KEY = "x-api-key"
 _REQUEST_ID = "x-request-id"
@@ -46,11 +46,11 @@ _BAD_METHOD = InvalidArgument("BAD_METHOD", "", "the path does not support this 
 
 
 class Access(StrEnum):
-    """Who may use a route: who may make this call of gRPC, for which the authenticator knows the roles."""
+    """Who may use a route, as the gRPC method with the same roles in the authenticator."""
 
-    # Load balancers, which have no tokens, and may use any name of the host.
+    # Probes of load balancers: they have no tokens, and may use any Host header.
     PROBE = "/grpc.health.v1.Health/Check"
-    # What has no secrets.
+    # Responses without secrets.
     PUBLIC = ""
     LIST = "/quire.v1.ModelRunnerService/ListRuntimes"
     EXECUTE = "/quire.v1.ModelRunnerService/Execute"
@@ -59,7 +59,7 @@ class Access(StrEnum):
 
 
 class GuardedRoute(Route):
-    """A route that handles only requests of those who have access, however they spell its path."""
+    """A route that only handles requests with access to it, however they spell its path."""
 
     def __init__(
         self, path: str, endpoint: Callable[..., Any], access: Access, methods: Sequence[str] = ("GET",)
@@ -68,14 +68,14 @@ class GuardedRoute(Route):
         self._access = access
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises QuireError; HTTPException if it has not the request's method."""
+        """Raises QuireError, and HTTPException for a method that the route does not have."""
         middleware: Middleware = scope["app"]
         with middleware.admitted(scope, self._access):
             await super().handle(scope, receive, send)
 
 
 class Middleware:
-    """The outermost ASGI application. Passes permitted requests on to the routes."""
+    """The outermost ASGI application. Passes permitted requests to the routes."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Middleware:
             running.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises only cancellations. An error's reason is left in the scope, for traces."""
+        """Raises only CancelledError. The reason of an error is left in the scope, for traces."""
         request = Request(scope, receive)
         own = request.headers.get(_REQUEST_ID, "")
         request_id = own if own and is_request_id(own) else secrets.token_hex(8)
@@ -112,10 +112,10 @@ class Middleware:
         began_s = time.monotonic()
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._running.add(task)
-        # More of them: which methods a path has.
+        # Further headers of an error: the methods of a path.
         headers: Mapping[str, str] = {}
         try:
-            # With this key starlette's routes raise HTTPException instead of sending a response.
+            # With this key starlette's routes raise HTTPException instead of responding.
             scope["app"] = self
             await self._router(scope, receive, response.send)
             return
@@ -146,13 +146,13 @@ class Middleware:
         await response.fail(error, headers)
 
     async def _not_found(self, scope: Scope, _receive: Receive, _send: Send) -> None:
-        # Who may not use any path does not learn which there are.
+        # A caller without access does not learn which paths exist.
         with self.admitted(scope, Access.EXECUTE):
             raise _NO_SUCH_PATH
 
     @contextlib.contextmanager
     def admitted(self, scope: Scope, access: Access) -> Iterator[None]:
-        """Checks host, authentication and the limit of requests, which holds meanwhile. Raises QuireError."""
+        """Checks host and authentication, and counts the request while it runs. Raises QuireError."""
         if access is Access.PROBE:
             yield
             return
@@ -165,25 +165,25 @@ class Middleware:
             return
         if self._authenticator is not None:
             tokens = request.headers.getlist(AUTHORIZATION)
-            # Not the path of `request.url`: that is built from the Host header.
+            # Not `request.url.path`, which depends on the Host header.
             if not tokens and scope["path"].startswith(MESSAGES):
                 tokens = [f"Bearer {key}" for key in request.headers.getlist(_API_KEY)]
-            # Not by the tenant in the context: that may be of an earlier request on this connection.
+            # Not decided by the context's tenant, which may be of an earlier request on the connection.
             if not self._authenticator.authenticate(access, [(AUTHORIZATION, token) for token in tokens]):
                 self._authenticator.authenticate_by_certificate(access, connection_of(scope).identities())
         if self._has_stopped:
             raise Draining
-        # Without authentication the context may have the tenant of nobody.
+        # Without authentication the context must not be read.
         tenant = None if self._authenticator is None else current_tenant()
         with self._state.budgets.of(tenant).http.held():
             yield
 
 
 class _Response:
-    """The response to a request, with how far it is."""
+    """The response to a request, and its progress."""
 
     def __init__(self, request: Request, send: Send, request_id: str, max_dropped_bytes: int) -> None:
-        """`max_dropped_bytes`: of a body that still arrives when the request is answered."""
+        """`max_dropped_bytes`: how much of a body is read and dropped after the response."""
         self._request = request
         self._send = send
         self._request_id = request_id
@@ -200,7 +200,7 @@ class _Response:
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
         elif not message.get("more_body", False) and connection.is_receiving:
-            # To close a connection whose client still sends resets it, and the client may lose the response.
+            # Closing the connection while the client sends would reset it, and could lose the response.
             await self._send({**message, "more_body": True})
             connection.is_answered = True
             dropped_bytes, more = 0, True
@@ -212,7 +212,7 @@ class _Response:
         await self._send(message)
 
     async def fail(self, error: QuireError, headers: Mapping[str, str]) -> None:
-        """Sends an error in the form that fits: a response, an event of the stream, or an abort."""
+        """Reports an error by a response, an event of the stream, or an abort, depending on the progress."""
         is_anthropic = self._request.scope["path"].startswith(MESSAGES)
         body = errors.anthropic_body(error) if is_anthropic else errors.body(error)
         if not self._has_begun:

@@ -1,4 +1,4 @@
-"""The names for `model`: the runtimes, the models that they serve, and the adapters of the local one."""
+"""Resolves names of models: runtimes, the models that they serve, and adapters of the local model."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _OWN = runner_pb2.RUNTIME_KIND_LOCAL
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The runtime for a request, and the sampling settings that the model's authors recommend."""
+    """The runtime for a request, and the recommended sampling settings of its model."""
 
     runtime: str
     is_local: bool
     sampling_defaults: types_pb2.SamplingParams
-    # Of a prompt, if known.
+    # The longest prompt, if known.
     max_tokens: int = _MANY_TOKENS
-    # What it computes with, which answers name. Empty: a provider's.
+    # The name of the model in answers. Empty: a provider's model.
     model_id: str = ""
     # Empty: the base model.
     adapter_id: str = ""
 
 
 class Models:
-    """Finds and lists models."""
+    """Resolves and lists models."""
 
     def __init__(self, router: Router, state: ServerState) -> None:
         self._router = router
@@ -43,9 +43,9 @@ class Models:
         self._created = int(time.time())
 
     def resolve(self, model: str | None, *, needs_text: bool = True) -> ResolvedModel:
-        """The runtime that a request's `model` names. Without a name it is this server's own.
+        """The runtime for the `model` of a request. Without one it is this server's own.
 
-        Raises NoWorker or RuntimeNotFound, and with `needs_text` NoTokenizer.
+        Raises NoWorker or RuntimeNotFound; NoTokenizer if `needs_text` and there is no tokenizer.
         """
         model = model or NAME
         runtime = self._named(model)
@@ -64,7 +64,7 @@ class Models:
         )
 
     def is_remote(self, model: object) -> bool:
-        """Whether it is the name of a provider or its model, so that no worker is needed."""
+        """Whether a name is a provider's or its model's, so that no worker is needed."""
         runtime = self._by_name().get(model) if isinstance(model, str) else None
         return runtime is not None and runtime.runtime_kind != _OWN
 
@@ -73,19 +73,19 @@ class Models:
         return [self._entry(name, runtime) for name, runtime in self._by_name().items()]
 
     def entry(self, name: str) -> dict[str, Any]:
-        """The entry of a name. Raises RuntimeNotFound."""
+        """The list entry of a name. Raises RuntimeNotFound."""
         return self._entry(name, self._named(name))
 
     def _entry(self, name: str, runtime: runner_pb2.Runtime) -> dict[str, Any]:
         owner = runtime.provider or "quire"
         entry = {"id": name, "object": "model", "created": self._created, "owned_by": owner}
         if runtime.runtime_kind == _OWN:
-            # As in vLLM, for clients that check the lengths of prompts.
+            # As in vLLM, for clients that check prompt lengths.
             entry["max_model_len"] = self._state.max_seq_tokens
         return entry
 
     def _by_name(self) -> dict[str, runner_pb2.Runtime]:
-        """The runtimes by their names, and then by those of their models."""
+        """The runtimes by their names, then by the names of their models."""
         described = [runtime.describe() for runtime in self._router.runtimes]
         by_name = {each.name: each for each in described}
         for each in described:
@@ -98,7 +98,7 @@ class Models:
         return by_name
 
     def _named(self, name: str) -> runner_pb2.Runtime:
-        """The runtime with a name. Raises RuntimeNotFound with a text for callers that name models."""
+        """The runtime with a name. Raises RuntimeNotFound with a message about models."""
         runtime = self._by_name().get(name)
         if runtime is None:
             shown = escaped(name[:_MAX_NAME_CHARACTERS])

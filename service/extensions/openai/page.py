@@ -1,4 +1,4 @@
-"""A page to talk to the models: each token, what else it could have been, and branches from there."""
+"""A web page to chat with the models: shows each token and its alternatives, and branches from them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from starlette.responses import Response
 
 from service.extensions.openai.middleware import Access, GuardedRoute
 
-# They have no secrets: whoever reads them needs a token for each request that they make.
+# The files have no secrets: their requests need the user's token.
 _FILES: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 _HEADERS = {
-    # Nothing but these files and this server.
+    # Allows only these files and requests to this server.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
     " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cache-control": "no-cache",
@@ -27,7 +27,7 @@ _HEADERS = {
 
 
 def routes() -> list[GuardedRoute]:
-    """A route for each file."""
+    """Returns a route for each file."""
     directory = resources.files("service.extensions.openai").joinpath("static")
     return [
         GuardedRoute(path, _file(directory.joinpath(name).read_bytes(), kind), Access.PUBLIC)

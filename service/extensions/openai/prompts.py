@@ -1,7 +1,7 @@
-"""What a response says of its prompts.
+"""The parts of a response about its prompts: their text, tokens, log-probabilities and experts.
 
-Prompts become tokens here, before the execution, only if something of this is wanted. Otherwise the runtime
-does it.
+Prompts are tokenized here, before the execution, only if one of these is requested. Otherwise the runtime
+tokenizes them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from service.text.text_model import TextModel
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as tokens; its text, and what a Forward says of its tokens, if it is returned.
+    """A prompt as tokens; with its text, and the results of a Forward of it, if they are returned.
 
     Attributes:
-        scored_from: The token after which the Forward's first output is.
+        scored_from: The token that the Forward's first output is for.
     """
 
     token_ids: Sequence[int]
@@ -39,15 +39,15 @@ class Prompt:
     scored_from: int = 0
 
     def experts(self, start: int) -> Iterator[bytes]:
-        """Those of its tokens from `start` on, without the last one."""
+        """The experts of its tokens from `start` on, without the last one."""
         outputs = () if self.scored is None else self.scored.outputs[start - self.scored_from : -1]
         return (output.experts for output in outputs)
 
 
 async def prompts_of(request: CompletionRequest, text: TextModel, formats: OutputFormats) -> list[Prompt]:
-    """The prompts of this server's own model, or none if nothing of them is wanted. The items get the tokens.
+    """Tokenizes the prompts for the local model, or returns none if nothing of them is requested.
 
-    `formats`: of the model. Raises InvalidArgument, NoTokenizer or SequenceTooLong.
+    Replaces the prompts of the items by their tokens. Raises InvalidArgument, NoTokenizer or SequenceTooLong.
     """
     is_scored = request.num_scored is not None or request.experts is not None
     if not (is_scored or request.echo or request.with_token_ids or request.usage_in_all):
@@ -65,7 +65,7 @@ async def _prompt_of(
 ) -> Prompt:
     as_run, parsing = parsing_of(item, formats)
     tokens, _ = await encoded_prompt(as_run, parsing, text, max_tokens=request.model.max_tokens)
-    # As a list they would take nine times as much.
+    # A list would take nine times as much memory.
     prompt = Prompt(array("I", tokens))
     if request.echo:
         prompt.text = item.text if item.HasField("text") else await _decoded(text, prompt.token_ids)
@@ -81,7 +81,7 @@ async def _decoded(text: TextModel, token_ids: Sequence[int]) -> str:
 
 
 def prompt_logprobs(prompt: Prompt, token_texts: TokenTexts) -> Iterator[dict[int, dict[str, Any]] | None]:
-    """For each token of a prompt: it, then the most likely ones at its place. The first has none."""
+    """For each token of a prompt: the token, then the most likely ones at its place. None for the first."""
     assert prompt.scored is not None
     yield None
     for token_id, logprob, output in zip(
@@ -94,7 +94,7 @@ def prompt_logprobs(prompt: Prompt, token_texts: TokenTexts) -> Iterator[dict[in
 
 
 def ranked(token_id: int, logprob: float, top: types_pb2.TopLogprobs) -> list[tuple[int, float, int | None]]:
-    """A token, then the most likely others: each with its log-probability and its rank, if that is known."""
+    """A token, then the most likely others: each with its log-probability, and its rank if known."""
     rank = None
     others: list[tuple[int, float, int | None]] = []
     for place, (each, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), start=1):

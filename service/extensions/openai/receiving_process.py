@@ -1,4 +1,4 @@
-"""The process that receives what a trainer broadcasts, for the gateway. See `workers.weight_receiver`."""
+"""The process that receives a trainer's broadcasts for the gateway. See `workers.weight_receiver`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_LINE_BYTES = 1 << 16
 
 
 class ReceivingProcess:
-    """Owner of the process."""
+    """Owner of the process. Sends it commands."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls) -> ReceivingProcess:
-        """Raises HelperFailed."""
+        """Starts the process. Raises HelperFailed."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", _PROGRAM),
@@ -46,15 +46,15 @@ class ReceivingProcess:
         return self._process.returncode is None
 
     async def told(self, command: dict[str, Any], answer: str, timeout_s: float, first_s: float = 0) -> None:
-        """Gives a command, and waits for its answer. Raises LoadFailed.
+        """Sends a command, and waits for its answer. Raises LoadFailed.
 
-        `timeout_s`: how long it may say nothing; `first_s`: at the beginning, if that is longer.
+        `timeout_s`: the longest silence of the process; `first_s`: the same at the beginning, if longer.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         wait_s = max(timeout_s, first_s)
         try:
-            # There may be a hundred thousand tensors.
+            # In a thread: the command may name a hundred thousand tensors.
             stdin.write(await asyncio.to_thread(_line, command))
             async with asyncio.timeout(wait_s):
                 await stdin.drain()
@@ -73,7 +73,7 @@ class ReceivingProcess:
             raise LoadFailed("the weights were not received: the process has ended") from None
 
     async def end(self) -> None:
-        """Kills it, whatever it waits for."""
+        """Kills the process, whatever it is waiting for."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()

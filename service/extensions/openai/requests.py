@@ -1,7 +1,7 @@
-"""Parses requests of OpenAI's API into items of an execution and the form of the response.
+"""Parses requests of OpenAI's API into items of an execution and options of the response.
 
 Fields of OpenAI's API that cannot change the result are ignored. Fields that could and are not supported, and
-unknown fields, are refused. Those that set a field of an item are in `item_fields`.
+unknown fields, are refused. `item_fields` has the fields that set fields of items.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_PROMPTS = 1024
 _MAX_PRIORITY = 1 << 63
 # OpenAI's default for completions.
 _DEFAULT_MAX_TOKENS = 16
-# For OpenAI's accounting, placement and storage.
+# Fields for OpenAI's accounting, placement and storage.
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -44,7 +44,7 @@ IGNORED = frozenset(
     }
 )  # fmt: skip
 
-# Settings of other servers, with the values at which they ask for nothing: some clients always send them.
+# Fields of other servers that some clients always send, with the values that have no effect.
 NEUTRAL = MappingProxyType(
     {
         "best_of": 1, "detokenize": True, "early_stopping": False, "echo": False,
@@ -55,7 +55,7 @@ NEUTRAL = MappingProxyType(
         "verbosity": "medium", "vllm_xargs": {},
     }
 )  # fmt: skip
-# Of chats, that completions may have, too.
+# Fields of chats, which completions may have, too.
 _NEUTRAL_OF_CHATS = MappingProxyType(
     {
         "add_generation_prompt": True, "chat_template_kwargs": {}, "continue_final_message": False,
@@ -69,15 +69,15 @@ class CompletionRequest:
     """A valid request, not yet checked against the model.
 
     Attributes:
-        with_usage: Whether a stream ends with its usage. `usage_in_all`: each event has that so far.
-        tables: Which fields set those of the items: of this request, then of any.
-        names: The paths in the request of what has another path in these tables; see `renamed`.
+        with_usage: Whether a stream ends with its usage. `usage_in_all`: each event has the usage so far.
+        tables: The tables of `item_fields` for errors, in the order of lookup.
+        names: Paths in the request that differ from those in the tables; see `renamed`.
         with_thoughts: Whether thoughts are returned.
-        num_prompt_top: How many alternatives to each token of prompts. None: no log-probabilities of these.
-        echo: The answer begins with the prompt. `echo_only`: and has nothing else.
-        with_token_ids: Whether the tokens of prompts and answers are returned.
+        num_prompt_top: The number of alternatives to each prompt token. None: no log-probabilities of these.
+        echo: The answer begins with the prompt. `echo_only`: it has nothing else.
+        with_token_ids: Whether the token ids of prompts and answers are returned.
         experts: Which experts are returned. None: none.
-        copied_bytes: Of the settings of all items but the first, which are copies.
+        copied_bytes: The size of the settings of all items but the first, which are copies.
     """
 
     items: list[runner_pb2.ExecuteItem]
@@ -104,22 +104,22 @@ class CompletionRequest:
 
     @property
     def num_scored(self) -> int | None:
-        """As `num_prompt_top`, but also for what an echo needs."""
+        """As `num_prompt_top`, but includes the log-probabilities that an echo needs."""
         of_echo = self.items[0].top_logprobs if self.echo and self.has_logprobs else None
         wanted = [number for number in (of_echo, self.num_prompt_top) if number is not None]
         return max(wanted, default=None)
 
 
-# Finds the runtime for a model's name.
+# Finds the runtime for the name of a model.
 ResolveModel = Callable[[str | None], ResolvedModel]
 
 
 def completion(
     value: object, resolve: ResolveModel, experts_form: str = NONE, max_bytes: int = sys.maxsize
 ) -> CompletionRequest:
-    """A request to /v1/completions. Raises InvalidArgument, and what `resolve` raises.
+    """Parses a request to /v1/completions. Raises InvalidArgument, and whatever `resolve` raises.
 
-    `max_bytes`: of all copies of its settings, which each prompt but the first has.
+    `max_bytes`: the limit for all copies of its settings: each prompt but the first needs one.
     """
     fields = Fields(value)
     model = resolve(fields.get("model", string))
@@ -128,7 +128,7 @@ def completion(
     shared.experts = common["experts"] is not None
     shared.max_tokens = _DEFAULT_MAX_TOKENS
     echo = bool(fields.get("echo", boolean))
-    # Some clients ask for the log-probabilities of a prompt so.
+    # Some clients request the log-probabilities of a prompt this way.
     echo_only = echo and fields.get("max_tokens", integer, 0, MAX_ID) == 0
     set_fields(shared, fields, [one for one in COMPLETION if not (echo_only and one.name == "max_tokens")])
     if echo_only:
@@ -162,7 +162,7 @@ def completion(
         has_logprobs=shared.logprobs,
         echo=echo,
         echo_only=echo_only,
-        # Each prompt is one, and together they may have too many samples.
+        # Each prompt is an item, and together they may have too many samples.
         names={"items": "prompt"},
         copied_bytes=copied_bytes,
         **common,
@@ -170,7 +170,7 @@ def completion(
 
 
 def chat(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
-    """A request to /v1/chat/completions. Raises InvalidArgument, and what `resolve` raises."""
+    """Parses a request to /v1/chat/completions. Raises InvalidArgument, and whatever `resolve` raises."""
     fields = Fields(value)
     model = resolve(fields.get("model", string))
     item = new_item(model)
@@ -194,7 +194,7 @@ def chat(value: object, resolve: ResolveModel, experts_form: str = NONE) -> Comp
 def _common(
     fields: Fields, model: ResolvedModel, table: Sequence[ItemField], experts_form: str
 ) -> dict[str, Any]:
-    """What the requests of both routes have beside their items."""
+    """The attributes of a request of either route, without its items."""
     num_prompt_top = fields.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     with_token_ids = bool(fields.get("return_token_ids", boolean))
     if not model.is_local and (num_prompt_top is not None or with_token_ids):
@@ -215,7 +215,7 @@ def _common(
 
 
 def new_item(model: ResolvedModel) -> runner_pb2.ExecuteItem:
-    """The item of a request in which all fields are absent."""
+    """The item of a request without any fields."""
     item = runner_pb2.ExecuteItem(item_id="0", n=1, adapter_id=model.adapter_id)
     item.sampling.CopyFrom(model.sampling_defaults)
     if not item.sampling.HasField("temperature"):
@@ -225,7 +225,7 @@ def new_item(model: ResolvedModel) -> runner_pb2.ExecuteItem:
 
 
 def prompts(given: object, max_tokens: int, name: str, most: int) -> list[str | list[int]]:
-    """At most so many prompts: a text, texts, tokens or lists of tokens, each of at most `max_tokens`."""
+    """At most `most` prompts from a text, texts, tokens or lists of tokens, each of at most `max_tokens`."""
     if isinstance(given, str):
         return [string(given, name)]
     if not isinstance(given, list) or not given:
@@ -243,14 +243,14 @@ def prompts(given: object, max_tokens: int, name: str, most: int) -> list[str | 
 
 
 def prompt_tokens(values: list[Any], field: str, max_tokens: int) -> list[int]:
-    """A prompt of tokens. Raises InvalidArgument or SequenceTooLong."""
+    """Parses a prompt of token ids. Raises InvalidArgument or SequenceTooLong."""
     if len(values) > max_tokens:
         raise SequenceTooLong(len(values), max_tokens, field)
     return token_ids(values, field)
 
 
 def stream_options(fields: Fields) -> dict[str, Any]:
-    """Whether the response is a stream, and which of its events have usage."""
+    """Parses whether the response is a stream, and which of its events have the usage."""
     is_stream = bool(fields.get("stream", boolean))
     with_usage = usage_in_all = False
     if (options := fields.raw("stream_options")) is not None:
@@ -260,7 +260,7 @@ def stream_options(fields: Fields) -> dict[str, Any]:
         inner.refuse_others({"include_obfuscation"})
         if with_usage and not is_stream:
             raise bad_field("stream_options", "needs stream")
-    # As in vLLM, the second needs the first.
+    # As in vLLM, continuous_usage_stats needs include_usage.
     return {
         "is_stream": is_stream,
         "with_usage": with_usage,
@@ -269,7 +269,7 @@ def stream_options(fields: Fields) -> dict[str, Any]:
 
 
 def priority_of(fields: Fields) -> types_pb2.Priority:
-    """The priority: in vLLM a request with a lower number runs first."""
+    """Parses the priority. As in vLLM, a request with a lower number runs first."""
     given_number = fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1)
     if not given_number:
         return types_pb2.PRIORITY_UNSPECIFIED

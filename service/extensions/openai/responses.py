@@ -1,4 +1,4 @@
-"""The chunks of an execution as a response of OpenAI's API: in one piece, or as events of a stream.
+"""Makes a response of OpenAI's API from the chunks of an execution: in one piece, or as a stream of events.
 
 Independent of HTTP. A response in one piece keeps its chunks in serialized form until it is complete: as JSON
 log-probabilities would take ten times as much memory, and as Python objects forty times.
@@ -25,24 +25,24 @@ from service.extensions.openai.token_texts import TokenTexts, by_text
 from service.runtimes.base import SampleKey
 from service.text.output_parser import Part
 
-# A token with its log-probability and those of alternatives; see `TokenTexts`.
+# A token with its log-probability and its alternatives; see `TokenTexts`.
 _Entry = dict[str, Any]
-# Memory that a stored chunk takes beside its data.
+# Memory of a stored chunk in addition to its data.
 _CHUNK_BYTES = 48
-# In ASCII: some clients split lines at other characters than newlines. Iterators are lists.
+# ASCII only, because some clients split lines at characters other than newlines. Iterators become lists.
 to_json = json.JSONEncoder(separators=(",", ":"), default=list).encode
 
 
 def event(value: Any) -> str:
-    """A server-sent event."""
+    """Encodes a server-sent event."""
     return f"data: {to_json(value)}\n\n"
 
 
 class CompletionResponse:
-    """All choices of one request, and their usage.
+    """The response to one request: its choices and their usage.
 
     Attributes:
-        frame: Writes an event of a stream. `last_frame`: what ends a stream.
+        frame: Encodes an event of a stream. `last_frame`: the end of a stream.
     """
 
     frame = staticmethod(event)
@@ -51,13 +51,13 @@ class CompletionResponse:
     def __init__(
         self, request: CompletionRequest, token_texts: TokenTexts, prompts: Sequence[Prompt] = ()
     ) -> None:
-        """`prompts`: what is known of them, if anything of it is wanted."""
+        """`prompts`: empty if nothing of them is returned."""
         self._request = request
         self._token_texts = token_texts
         self._prompts = prompts
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
-        # Of a stream: whether its first events were made.
+        # For a stream: whether its first events were made.
         self._has_begun = False
         keys = [(item.item_id, sample) for item in request.items for sample in range(item.n)]
         self._choices = {key: self._choice(index) for index, key in enumerate(keys)}
@@ -67,7 +67,7 @@ class CompletionResponse:
         return Choice(index, len(self._prompt(index).text) if self._request.echo else 0)
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
-        """Sets the fields that describe the execution. Call before all others."""
+        """Sets the fields that describe the execution. Must be called first."""
         kind = "chat.completion" if self._request.is_chat else "text_completion"
         if self._request.is_chat and self._request.is_stream:
             kind += ".chunk"
@@ -86,7 +86,7 @@ class CompletionResponse:
     # Streams.
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        """The events of a chunk, if it has any. Raises QuireError if its sample failed."""
+        """The events of a chunk, maybe none. Raises QuireError if its sample failed."""
         chunk = self._shown(chunk)
         choice, parts = self._update_choice(chunk)
         yield from self._first_events(choice)
@@ -102,15 +102,15 @@ class CompletionResponse:
             if self._request.with_token_ids:
                 fields["token_ids"] = token_ids
             yield self._event({**fields, "finish_reason": choice.finish if number == last else None})
-            # The first event has those of the chunk.
+            # Only the first event of the chunk has them.
             entries, token_ids = [], []
 
     def _first_events(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """Before all others: the roles of chats; the prompts, if completions begin with them."""
+        """The events before all others: the role of a chat; the prompt of a completion with echo."""
         if self._request.is_chat and not self._has_begun:
             for each in self._choices.values():
                 delta = self._delta(role="assistant", content="")
-                yield self._event({"index": each.index, **delta, "finish_reason": None}) | self._of_prompts()
+                yield self._event({"index": each.index, **delta, "finish_reason": None}) | self._chat_fields()
         self._has_begun = True
         if self._request.is_chat or choice.has_begun:
             return
@@ -119,10 +119,10 @@ class CompletionResponse:
             prompt = self._prompt(choice.index)
             logprobs = self._logprobs(functools.partial(self._prompt_entries, choice), choice.begin)
             fields = {"index": choice.index, "text": prompt.text, "logprobs": logprobs}
-            yield self._event({**fields, **self._of_prompt(choice), "finish_reason": None})
+            yield self._event({**fields, **self._prompt_fields(choice), "finish_reason": None})
 
     def _deltas(self, parts: list[Part]) -> Iterator[dict[str, Any]]:
-        """What an event has of each part."""
+        """The delta of each part."""
         if not self._request.is_chat:
             if text := "".join(part.content for part in parts):
                 yield self._delta(content=text)
@@ -142,13 +142,13 @@ class CompletionResponse:
                 yield self._delta(tool_calls=[call])
 
     def _delta(self, **fields: Any) -> dict[str, Any]:
-        """What is new, in the form of the route."""
+        """New content in the form of the route."""
         return {"delta": fields} if self._request.is_chat else {"text": fields.get("content", "")}
 
     def _new_entries(self, choice: Choice, chunk: runner_pb2.SampleChunk) -> list[_Entry]:
-        """The tokens whose log-probabilities are sent with a chunk, whose text is counted.
+        """The tokens whose log-probabilities are sent with a chunk. Counts the chunk's text.
 
-        Completions have offsets of texts: a token waits if its text is held back, and may never be sent.
+        Completions return text offsets, so a token waits while its text is held back, and may never be sent.
         """
         new = self._token_texts.entries(chunk, choice.num_characters, choice.begin)
         entries = [*choice.waiting, *new]
@@ -167,10 +167,10 @@ class CompletionResponse:
             event["usage"] = self.reported_usage() if self._request.usage_in_all else None
         return event
 
-    # In one piece.
+    # Responses in one piece.
 
     def add(self, chunk: runner_pb2.SampleChunk) -> int:
-        """Stores a chunk. Returns the bytes that it takes. Raises QuireError if its sample failed."""
+        """Stores a chunk. Returns its size in memory in bytes. Raises QuireError if its sample failed."""
         chunk = self._shown(chunk)
         choice, parts = self._update_choice(chunk)
         if self._request.is_chat:
@@ -180,16 +180,16 @@ class CompletionResponse:
         return len(data) + _CHUNK_BYTES
 
     def pieces(self) -> Iterator[str]:
-        """The response as JSON, after all samples have ended. Other tasks can run between its pieces."""
+        """The response as JSON, after the end of all samples. Other tasks can run between the pieces."""
         head = {**self._head, "usage": self.reported_usage()}
-        return json_pieces({**head, **self._of_prompts(), **self._body()})
+        return json_pieces({**head, **self._chat_fields(), **self._body()})
 
     def _body(self) -> dict[str, Any]:
-        """What follows the head and the usage, with iterators for what may be large."""
+        """The fields after the head and the usage, with iterators for large ones."""
         return {"choices": [self._whole(choice) for choice in self._choices.values()]}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        """A choice, with iterators for what may be large."""
+        """A choice, with iterators for large fields."""
         fields: dict[str, Any] = {"index": choice.index}
         num_characters = 0
         if self._request.is_chat:
@@ -198,7 +198,7 @@ class CompletionResponse:
             fields["text"] = _Text(self._texts(choice))
             if self._request.has_logprobs:
                 num_characters = choice.begin + sum(len(chunk.text) for chunk in choice.chunks())
-            fields |= self._of_prompt(choice)
+            fields |= self._prompt_fields(choice)
         if self._request.with_token_ids:
             fields["token_ids"] = (token_id for chunk in choice.chunks() for token_id in chunk.token_ids)
         logprobs = self._logprobs(lambda: self._entries(choice), num_characters)
@@ -228,17 +228,17 @@ class CompletionResponse:
             yield self._prompt(choice.index).text
         yield from (chunk.text for chunk in choice.chunks())
 
-    # Of prompts.
+    # Fields about prompts.
 
     def _prompt(self, index: int) -> Prompt:
-        """That of a choice. Each item has as many samples as the others."""
+        """The prompt of a choice. All items have the same number of samples."""
         return self._prompts[index // self._request.items[0].n]
 
-    def _of_prompts(self) -> dict[str, Any]:
-        """What a chat's response has of its prompt."""
-        return self._of_prompt(next(iter(self._choices.values()))) if self._request.is_chat else {}
+    def _chat_fields(self) -> dict[str, Any]:
+        """The fields about the prompt at the top level of a chat's response."""
+        return self._prompt_fields(next(iter(self._choices.values()))) if self._request.is_chat else {}
 
-    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+    def _prompt_fields(self, choice: Choice) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self._request.num_prompt_top is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self._prompt(choice.index), self._token_texts)
@@ -247,7 +247,7 @@ class CompletionResponse:
         return fields
 
     def _routed_experts(self, choice: Choice, of_stream: Sequence[bytes] | None = None) -> dict[str, Any]:
-        """The field of this name, if it is wanted. `of_stream`: of generated tokens; None: of kept chunks."""
+        """`routed_experts`, if requested. `of_stream`: rows of generated tokens. None: from stored chunks."""
         wanted = self._request.experts
         if wanted is None:
             return {}
@@ -255,7 +255,7 @@ class CompletionResponse:
         generated: Iterable[bytes] = of_stream or ()
         if of_stream is None:
             generated = (experts for chunk in choice.chunks() for experts in chunk.experts)
-        # The first token that is generated has those of the prompt's last one.
+        # The first generated row is of the prompt's last token.
         before, num_prompt = prompt.experts(wanted.start), len(prompt.token_ids)
         after = itertools.islice(generated, int(wanted.start == num_prompt), None)
         num_rows = max(0, num_prompt - wanted.start - 1 + choice.num_tokens)
@@ -267,17 +267,17 @@ class CompletionResponse:
         if self._request.echo and prompt.scored is not None:
             yield from self._token_texts.of_prompt(prompt.token_ids, prompt.scored)
 
-    # Both.
+    # Both forms.
 
     def _logprobs(
         self, entries: Callable[[], Iterator[_Entry]], num_characters: int
     ) -> dict[str, Iterator[Any] | None] | None:
-        """The log-probabilities of tokens. `num_characters`: of the text so far, theirs included."""
+        """The log-probabilities of tokens. `num_characters`: the length of the text up to their end."""
         if not self._request.has_logprobs:
             return None
         if self._request.is_chat:
-            return {"content": map(_of_chat, entries()), "refusal": None}
-        # One list for each property.
+            return {"content": map(_chat_entry, entries()), "refusal": None}
+        # Completions have one list for each property.
         ids = {}
         if self._request.with_token_ids:
             ids["top_token_ids"] = (by_text(entry, "id") for entry in entries())
@@ -286,7 +286,7 @@ class CompletionResponse:
             "token_logprobs": (entry["logprob"] for entry in entries()),
             "top_logprobs": (by_text(entry, "logprob") for entry in entries()),
             **ids,
-            # The text ends where a stop text begins, which is several tokens.
+            # A stop text of several tokens is cut off the text, so offsets are limited to its end.
             "text_offset": (min(entry["offset"], num_characters) for entry in entries()),
         }
 
@@ -299,7 +299,7 @@ class CompletionResponse:
             num_characters += len(chunk.text)
 
     def _shown(self, chunk: runner_pb2.SampleChunk) -> runner_pb2.SampleChunk:
-        """What the response has of a chunk: nothing of the token behind an echo that is wanted alone."""
+        """The chunk as it is returned. With `echo_only` the token generated after the prompt is left out."""
         if not self._request.echo_only or chunk.HasField("error"):
             return chunk
         shown = runner_pb2.SampleChunk(item_id=chunk.item_id, sample=chunk.sample)
@@ -310,7 +310,7 @@ class CompletionResponse:
         return shown
 
     def _update_choice(self, chunk: runner_pb2.SampleChunk) -> tuple[Choice, list[Part]]:
-        """A chunk's choice, whose end and usage are stored, and its parts. Raises QuireError if it failed."""
+        """Updates choice and usage from a chunk. Returns the choice and the parts. Raises QuireError."""
         key = chunk.item_id, chunk.sample
         choice = self._choices[key]
         if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
@@ -325,7 +325,7 @@ class CompletionResponse:
         return self.usage()
 
     def usage(self) -> dict[str, Any]:
-        """That of all samples so far; a prompt counts once."""
+        """The usage of all samples so far. A prompt counts once."""
         usages = self._usage.items()
         thoughts = sum(usage.reasoning_tokens for _, usage in usages)
         prompt = sum(usage.input_tokens for (_, sample), usage in usages if not sample)
@@ -340,7 +340,7 @@ class CompletionResponse:
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": thoughts, **_of_drafts(self._usage.values())},
+            "completion_tokens_details": {"reasoning_tokens": thoughts, **_draft_usage(self._usage.values())},
         }
 
 
@@ -352,7 +352,7 @@ class _Text:
 
 
 def json_pieces(value: object) -> Iterator[str]:
-    """JSON of a value in which an iterator is a list, whose entries are one piece each."""
+    """Encodes a value as JSON in pieces. An iterator becomes a list, with a piece for each entry."""
     if isinstance(value, dict) and value:
         separator = "{"
         for name, inner in value.items():
@@ -382,8 +382,8 @@ def json_pieces(value: object) -> Iterator[str]:
         yield to_json(value)
 
 
-def _of_drafts(usages: Iterable[runner_pb2.Usage]) -> dict[str, int]:
-    """The tokens that were predicted, and in how far rightly; nothing if there were none."""
+def _draft_usage(usages: Iterable[runner_pb2.Usage]) -> dict[str, int]:
+    """The numbers of accepted and rejected draft tokens. Empty without drafts."""
     usages = list(usages)
     drafted = sum(usage.draft_tokens for usage in usages)
     accepted = sum(usage.accepted_draft_tokens for usage in usages)
@@ -392,8 +392,8 @@ def _of_drafts(usages: Iterable[runner_pb2.Usage]) -> dict[str, int]:
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
-def _of_chat(entry: _Entry) -> dict[str, Any]:
-    """An entry in the form of chats."""
+def _chat_entry(entry: _Entry) -> dict[str, Any]:
+    """A token's entry in the form of chats."""
     return {**_alternative(entry), "top_logprobs": list(map(_alternative, entry["top_logprobs"]))}
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: its requests as chats, and their answers as output items."""
+"""OpenAI's /v1/responses: translates requests to chats, and answers to output items."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
     "response_format": "text.format", "response_format.json_schema": "text.format",
     "tool_choice.function": "tool_choice",
 }  # fmt: skip
-# The fields that mean the same in chats.
+# Fields that mean the same in chats.
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p")
 _NEUTRAL = {"truncation": "disabled", "background": False, "include": [], "top_logprobs": 0}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -38,11 +38,11 @@ _EVENTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(CompletionRequest):
-    """A valid request.
+    """A valid request to /v1/responses.
 
     Attributes:
-        given: The fields of the request that its response repeats.
-        keep: Is called with the response.
+        given: Fields of the request that the response repeats.
+        keep: Called with the complete response, to store it.
     """
 
     given: Mapping[str, Any]
@@ -50,7 +50,7 @@ class ResponsesRequest(CompletionRequest):
 
 
 def earlier_messages(value: object, stored: StoredResponses) -> bytes:
-    """The messages that a request goes on from, as JSON; empty: none. Raises InvalidArgument."""
+    """The stored messages that a request continues, as JSON. Empty: none. Raises InvalidArgument."""
     previous_id = value.get("previous_response_id") if isinstance(value, dict) else None
     if previous_id is None:
         return b""
@@ -66,9 +66,9 @@ def responses(
     stored: StoredResponses,
     earlier: Sequence[dict[str, Any]] = (),
 ) -> ResponsesRequest:
-    """A request to /v1/responses. `earlier`: the messages that it goes on from.
+    """Parses a request to /v1/responses. `earlier`: the messages that it continues.
 
-    Raises InvalidArgument, and what `resolve` raises.
+    Raises InvalidArgument, and whatever `resolve` raises.
     """
     fields = Fields(value)
     tenant = current_tenant_name()
@@ -123,7 +123,7 @@ def responses(
 
 
 def _input(fields: Fields) -> list[Any]:
-    """The items of a request. A text is a message."""
+    """The input items of a request. A text is one message."""
     given = fields.raw("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -133,7 +133,7 @@ def _input(fields: Fields) -> list[Any]:
 def _add_items(
     messages: list[dict[str, Any]], items: Sequence[Any], names: dict[str, str] | None = None
 ) -> None:
-    """Adds the messages of items of a request, or of a response. `names`: gets the item of each."""
+    """Adds items of a request or response as messages. `names`: receives the item's path of each message."""
     for index, each in enumerate(items):
         path = f"input[{index}]"
         item = Fields(each, path)
@@ -147,7 +147,7 @@ def _add_items(
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
-    """An item as a message, or as a part of the assistant's last one."""
+    """Adds an item as a message, or to the last message if both are the assistant's."""
     kind = item.raw("type")
     if kind in (None, "message"):
         role = item.required("role")
@@ -166,7 +166,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
         if not _is_open(messages, ""):
             messages.append({"role": "assistant"})
         if item.raw("status") == "incomplete":
-            # What is no call is content: its arguments may be no JSON.
+            # An incomplete call becomes content, because its arguments may not be JSON.
             messages[-1]["content"] = messages[-1].get("content", "") + function["arguments"]
         else:
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -179,7 +179,7 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
 
 
 def _is_open(messages: list[dict[str, Any]], name: str) -> bool:
-    """Whether the last message is the assistant's, and has no such field yet."""
+    """Whether the last message is the assistant's and does not have field `name` yet."""
     return bool(messages) and messages[-1]["role"] == "assistant" and name not in messages[-1]
 
 
@@ -216,7 +216,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 
 class ResponsesResponse(BlocksResponse):
-    """One response, as output items."""
+    """The response, as output items."""
 
     _request: ResponsesRequest
     _num_events = 0
@@ -235,7 +235,7 @@ class ResponsesResponse(BlocksResponse):
         self._number = started.request_id
 
     def _body(self) -> dict[str, Any]:
-        """What the whole response has beside its head. Keeps both."""
+        """The fields of the whole response after its head. Stores the response."""
         (choice,) = self._choices.values()
         choice.blocks.end(is_cut=choice.finish in CUT)
         body = {"output": [self._item(block) for block in choice.blocks.of_body()], **self._status()}
@@ -265,7 +265,7 @@ class ResponsesResponse(BlocksResponse):
         return {"status": "incomplete" if reason else "completed", "incomplete_details": details}
 
     def _item(self, block: Block, *, is_whole: bool = True) -> dict[str, Any]:
-        """An output item, or its beginning."""
+        """An output item, or the incomplete one that begins it in a stream."""
         name = f"{self._number}_{block.index}"
         status = "in_progress" if not is_whole else "incomplete" if block.is_cut else "completed"
         if block.kind == CALL:

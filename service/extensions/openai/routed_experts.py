@@ -1,7 +1,7 @@
-"""`routed_experts` of a choice: the experts that its tokens were routed to, as trainers read them.
+"""`routed_experts` of a choice: the experts that its tokens were routed to, in the forms that trainers read.
 
-They are those of all tokens that a forward has read: the prompt's from `routed_experts_prompt_start` on, and
-all generated ones but the last. All layers of the model have an entry: zeros in those without experts.
+There is a row for each token that was the input of a forward: the prompt's from `routed_experts_prompt_start`
+on, and all generated ones but the last. A row covers all layers of the model, with zeros for dense layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.extensions.openai.fields import Fields, bad_field, integer
 from service.extensions.openai.item_fields import MAX_ID
 from service.extensions.openai.models import ResolvedModel
 
-# Values of the setting. vLLM's form is a .npy file in base64, and prime-rl's the same without its header.
+# Values of the setting. NPY is vLLM's form, a .npy file in base64; RAW is prime-rl's, without its header.
 NONE, NPY, RAW = "none", "npy", "raw"
 _ONE_BYTE_EXPERTS = 256
 _START = "routed_experts_prompt_start"
@@ -30,11 +30,11 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(slots=True)
 class RoutedExperts:
-    """What a request wants: experts in a form, from a token of the prompt on.
+    """The experts that a request asks for: in a form, from a token of the prompt on.
 
     Attributes:
-        field: The path of the field with `start`.
-        model: Whose experts they are, once a worker is ready.
+        field: The path of the field that has `start`.
+        model: The model, once a worker is ready.
     """
 
     form: str
@@ -53,17 +53,17 @@ class RoutedExperts:
         num_rows: int,
         string: Callable[[Iterator[str]], Any],
     ) -> Any:
-        """The value of the field. `rows`: StepOutput.experts of each token. `string`: makes one of parts."""
+        """The field's value. `rows`: StepOutput.experts of each token. `string`: makes a string of parts."""
         model = self.model
         dtype = np.dtype("u1" if model.num_experts <= _ONE_BYTE_EXPERTS else "<u2")
         shape = (num_rows, model.num_layers, model.experts_per_token)
-        parts = _of_all_layers(rows, model, dtype)
+        parts = _with_all_layers(rows, model, dtype)
         if self.form == NPY:
             file = io.BytesIO()
             head = {"descr": dtype.str, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, head)
             return string(_base64(itertools.chain([file.getvalue()], parts)))
-        # Clients look for the data right behind the name of the field.
+        # First, because clients search for the data right after the name of the field.
         return {
             "data": string(_base64(parts)),
             "shape": list(shape),
@@ -75,17 +75,17 @@ class RoutedExperts:
 def routed_experts(
     fields: Fields, form: str, model: ResolvedModel, *, is_stream: bool
 ) -> RoutedExperts | None:
-    """What a request wants, whose `fields` have the start. None: nothing, or of what returns none."""
+    """Parses what a request asks for. None: no experts, or the form or runtime has none."""
     start = fields.get(_START, integer, 0, MAX_ID) or 0
     if form == NONE or is_stream or not model.is_local:
         return None
     return RoutedExperts(form, start, fields.path(_START))
 
 
-def _of_all_layers(
+def _with_all_layers(
     rows: Iterable[bytes], model: types_pb2.ModelDescription, dtype: np.dtype[Any]
 ) -> Iterator[bytes]:
-    """Some rows at a time, with those of layers that have no experts."""
+    """Yields several rows at a time, with zeros added for layers without experts."""
     left = iter(rows)
     while some := list(itertools.islice(left, _ROWS_AT_ONCE)):
         data = b"".join(some)

@@ -13,7 +13,7 @@ from service.settings import Conflict, Port, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiSettings(ExtensionSettings):
-    """OpenAI's API, and vLLM's, over HTTP."""
+    """Settings of OpenAI's and vLLM's APIs over HTTP."""
 
     openai_listen: str = setting(
         "",
@@ -42,13 +42,13 @@ class OpenAiSettings(ExtensionSettings):
     )
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:  # noqa: ARG002
-        """What changes the answers of a port that is not open."""
+        """Conflicts: settings that need the port, without it."""
         for each in fields(self):
             if not self.openai_listen and getattr(self, each.name) != each.default:
                 yield (each.name,), "needs openai_listen"
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
-        """None without an address to listen on."""
+        """Returns the extension. None: no address to listen on is set."""
         if not self.openai_listen:
             return None
         from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time

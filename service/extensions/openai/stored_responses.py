@@ -1,8 +1,7 @@
-"""Responses that /v1/responses keeps, so that the next request can name what came before by an id.
+"""Stores responses of /v1/responses, so that the next request can name the previous ones by an id.
 
-They are texts in the memory of this gateway: what was read of a request, and no more, so that going on from
-it costs as much as sending it again. Their KV is found in the prefix cache, as that of any prompt that begins
-like an earlier one.
+They are texts in the memory of this gateway, without KV: continuing one costs as much as sending the messages
+again. The KV is found in the prefix cache, like that of any prompt that shares a prefix with an earlier one.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from service.extensions.openai.generation import JSON, ResponseBody
 
 KEPT_S = 3600.0
 _MAX_BYTES = 64 << 20
-# The most of these that one tenant has.
+# One tenant may use 1 / TENANT_SHARE of the memory.
 TENANT_SHARE = 4
-# Counted for each: so there are never too many to look through.
+# Counted for each response, which bounds their number.
 _ENTRY_BYTES = 4 << 10
-# One is sent in parts of this size.
+# A stored response is sent in parts of this size.
 _PART_BYTES = 1 << 16
 
 
 def not_found(reason: str, field: str) -> InvalidArgument:
-    """The id of a response is unknown here."""
+    """The error for an unknown response id."""
     text = "there is no such response: it was deleted, or its hour is over, or another gateway has it"
     return InvalidArgument(reason, field, text)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`messages`: up to this response and with it, as JSON. `response`: itself, likewise."""
+    """`messages`: all messages up to and including this response, as JSON. `response`: itself, as JSON."""
 
     messages: bytes
     response: bytes
@@ -54,21 +53,21 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """Owner of what is kept, by tenant, "" without authentication, and id."""
+    """Owner of the stored responses, by tenant ("" without authentication) and id."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic, max_bytes: int = _MAX_BYTES) -> None:
-        """`max_bytes`: of all tenants. What has not been used for the longest time goes first."""
+        """`max_bytes`: the limit for all tenants. The least recently used responses are dropped first."""
         self._now_s = now_s
         self._max_bytes = max_bytes
-        # The least recently used first.
+        # In order of use, the least recent first.
         self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._bytes: dict[str, int] = {}
         self._all_bytes = 0
 
     def keep(self, tenant: str, messages: Sequence[Any], response: Mapping[str, Any]) -> None:
-        """Keeps a response, and the messages up to it and with it, unless it is too large."""
+        """Stores a response, and the messages up to and including it, unless they are too large."""
         try:
-            # In ASCII: fields that nobody has read may have unpaired surrogates.
+            # ASCII escapes unpaired surrogates, which unchecked fields may have.
             earlier, whole = (json.dumps(each).encode() for each in (messages, response))
         except RecursionError:
             return
@@ -81,7 +80,7 @@ class StoredResponses:
         self._make_room(tenant)
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """A response, if it is there."""
+        """The response with an id, if it is stored."""
         stored = self._stored.get((tenant, response_id))
         if stored is None or stored.until_s <= self._now_s():
             self.delete(tenant, response_id)
@@ -90,7 +89,7 @@ class StoredResponses:
         return stored
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forgets a response. Returns whether there was one."""
+        """Removes a response. Returns whether it was stored."""
         stored = self._stored.pop((tenant, response_id), None)
         if stored is None:
             return False
@@ -104,7 +103,7 @@ class StoredResponses:
             del self._bytes[tenant]
 
     def _make_room(self, tenant: str) -> None:
-        """Forgets as much as is too much of this tenant, or of all."""
+        """Removes responses until this tenant and all tenants together are within their limits."""
         for owner, response_id in list(self._stored):
             is_full = self._all_bytes > self._max_bytes
             is_tenant_full = self._bytes.get(tenant, 0) > self._max_bytes // TENANT_SHARE
@@ -116,13 +115,13 @@ class StoredResponses:
 
 @dataclass(frozen=True, eq=False)
 class StoredResponseHandler:
-    """Returns or forgets one that is kept. An ASGI application."""
+    """The ASGI application that returns or deletes a stored response."""
 
     stored: StoredResponses
     budgets: Budgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises InvalidArgument, or AnswersFull."""
+        """Handles a request. Raises InvalidArgument or AnswersFull."""
         request = Request(scope, receive)
         tenant, response_id = current_tenant_name(), request.path_params["response_id"]
         if request.method == "DELETE":
@@ -132,12 +131,12 @@ class StoredResponseHandler:
                 scope, receive, send
             )
             return
-        # A client that wants a stream would read none in an answer of one piece.
+        # Streaming is refused: a client that expects a stream cannot read an answer in one piece.
         Fields({**request.query_params}).refuse_others({"include_obfuscation"}, {"stream": "false"})
         if (stored := self.stored.find(tenant, response_id)) is None:
             raise not_found("RESPONSE_NOT_FOUND", "")
         found = stored.response
-        # It may be deleted, and others be kept, before the client has read it.
+        # Counted here too: the response may be deleted, and others stored, before the client has read it.
         with self.budgets.of(current_tenant()).answers.held(len(found)):
             body = ResponseBody(send, [JSON])
             starts = range(0, len(found), _PART_BYTES)

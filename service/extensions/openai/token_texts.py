@@ -1,4 +1,4 @@
-"""Single tokens as text, for log-probabilities."""
+"""The texts of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MAX_CACHED_TOKENS = 4096
-# OpenAI's value for minus infinity, which JSON does not have.
+# OpenAI's value for minus infinity, which JSON lacks.
 _MIN_LOGPROB = -9999.0
 
 
 class TokenTexts:
-    """The texts of one model's tokens. Without a tokenizer a token has the text of its chunk."""
+    """The texts of a model's tokens. Without a tokenizer a token has the text of its chunk."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -31,10 +31,10 @@ class TokenTexts:
     def entries(
         self, chunk: runner_pb2.SampleChunk, num_before: int, begin: int = 0
     ) -> Iterator[dict[str, Any]]:
-        """Each token of a chunk with its log-probabilities, except an end token.
+        """The tokens of a chunk with their log-probabilities, except an end token.
 
-        `begin`: the characters before the sample, `num_before`: those before the chunk. The `offset` of an
-        entry is where its text begins, which may be behind the text that was sent so far.
+        `begin`, `num_before`: the number of characters before the sample and before the chunk. The `offset`
+        of an entry is where its text begins, which may be after the text that was sent so far.
         """
         num_tokens = len(chunk.logprobs)
         if num_tokens and self._ends_with_end_token(chunk):
@@ -52,7 +52,7 @@ class TokenTexts:
     def of_prompt(
         self, token_ids: Sequence[int], scored: executor_pb2.ForwardResponse
     ) -> Iterator[dict[str, Any]]:
-        """Each token of a prompt, as `entries`. The first one has no log-probability."""
+        """The tokens of a prompt, as in `entries`. The first one has no log-probability."""
         assert self._tokenizer is not None
         detokenizer = Detokenizer(self._tokenizer)
         num_characters = 0
@@ -67,7 +67,7 @@ class TokenTexts:
             yield entry
 
     def name(self, token_id: int) -> str | None:
-        """A token's text or name; None: not known."""
+        """The text or name of a token. None: unknown."""
         return None if self._tokenizer is None else str(self._token(token_id)["token"])
 
     def _alternatives(self, top: types_pb2.TopLogprobs) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ class TokenTexts:
         return {"id": token_id, **_named(token_bytes), "is_byte": self._is_byte(token_id)}
 
     def _find_bytes(self, token_id: int) -> bytes | None:
-        """What a token adds to a text that is not empty, or the name of a special one; None: not known."""
+        """The bytes that a token adds to a nonempty text, or a special token's name. None: unknown."""
         tokenizer = self._tokenizer
         token = None if tokenizer is None else tokenizer.id_to_token(token_id)
         if tokenizer is None or token is None:
@@ -99,25 +99,25 @@ class TokenTexts:
         spelled = spelled_bytes(token, self._decoders)
         if spelled is not None:
             return spelled
-        # A decoder may write it differently at the beginning of a text.
+        # A decoder may render it differently at the beginning of a text.
         once, twice = tokenizer.decode([token_id]), tokenizer.decode([token_id] * 2)
         return (twice[len(once) :] if twice.startswith(once) and twice != once else once).encode()
 
     def _is_byte(self, token_id: int) -> bool:
-        """Whether it is a byte of byte fallback."""
+        """Whether a token is a byte of byte fallback."""
         token = None if self._tokenizer is None else self._tokenizer.id_to_token(token_id)
         return token is not None and spelled_bytes(token, self._decoders & {"ByteFallback"}) is not None
 
 
 def by_text(entry: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """This value (`logprob`, `id`) of a token and of the alternatives to it, by their texts.
+    """The value `name` (`logprob`, `id`) of a token and its alternatives, by their texts.
 
-    Each has a key of its own. None: it is the first token of a prompt.
+    Keys are unique. None: the first token of a prompt.
     """
     if entry["top_logprobs"] is None:
         return None
     others = [top for top in entry["top_logprobs"] if top["id"] != entry.get("id")]
-    # Different tokens can have the same text: that of a letter, and the byte of it.
+    # Two tokens can have the same text: a letter, and its byte.
     texts = [entry["token"], *(top["token"] for top in others if not top["is_byte"])]
     found = {entry["token"]: entry.get(name)}
     for top in others:
@@ -128,12 +128,12 @@ def by_text(entry: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can have."""
+    """A log-probability as a finite number, for JSON."""
     return max(logprob, _MIN_LOGPROB) if math.isfinite(logprob) else _MIN_LOGPROB
 
 
 def _named(token_bytes: bytes) -> dict[str, Any]:
-    """A token by its text, or by its bytes if these are no text of their own: a part of a character."""
+    """A token's text; or a name made of its bytes if these are only a part of a character."""
     try:
         name = token_bytes.decode()
     except UnicodeDecodeError:
@@ -142,5 +142,5 @@ def _named(token_bytes: bytes) -> dict[str, Any]:
 
 
 def _bytes_name(token_bytes: Iterable[int]) -> str:
-    """As in OpenAI's API."""
+    """The name of bytes in OpenAI's API."""
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

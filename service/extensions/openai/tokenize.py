@@ -25,7 +25,7 @@ from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.requests import CompletionRequest, chat
 from service.text.text_model import TextModel
 
-# What a chat may have here of its fields.
+# The fields of chats that are allowed here.
 _OF_CHATS = (
     "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
 )  # fmt: skip
@@ -33,14 +33,14 @@ _OF_CHATS = (
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokenizer of this server's own model over HTTP."""
+    """The local model's tokenizer over HTTP."""
 
     models: Models
     state: ServerState
     text: TextModel
 
     async def tokenize(self, value: object) -> dict[str, Any]:
-        """The tokens of a text, or of messages as a chat's prompt. Raises QuireError."""
+        """Tokenizes a text, or messages as the prompt of a chat. Raises QuireError."""
         fields = Fields(value)
         model = await self._model(fields)
         with_names = fields.get("return_token_strs", boolean)
@@ -64,7 +64,7 @@ class Tokens:
         return {"count": len(ids), "max_model_len": most, "tokens": list(ids), "token_strs": names}
 
     async def detokenize(self, value: object) -> dict[str, Any]:
-        """The text of tokens. Raises QuireError."""
+        """Decodes tokens to text. Raises QuireError."""
         fields = Fields(value)
         model = await self._model(fields)
         given = fields.raw("tokens")
@@ -80,7 +80,7 @@ class Tokens:
         return {"prompt": await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)}
 
     async def count(self, value: object) -> dict[str, Any]:
-        """How many tokens the prompt of Anthropic's messages has. Raises QuireError."""
+        """Counts the prompt tokens of an Anthropic request. Raises QuireError."""
         await self.state.first_worker(None)
         request = messages(value, self.models.resolve, needs_max_tokens=False)
         if not request.model.is_local:
@@ -104,13 +104,13 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class BodyHandler:
-    """Answers a body with a value. An ASGI application."""
+    """The ASGI application that answers a JSON body with a JSON value."""
 
     answer: Callable[[object], Awaitable[dict[str, Any]]]
     body_reader: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises QuireError. Ends if the client disconnects: a template may take seconds."""
+        """Raises QuireError. Stops if the client disconnects, since a template may take seconds."""
 
         async def respond(value: object) -> None:
             with counted(current_tenant(), time.monotonic):

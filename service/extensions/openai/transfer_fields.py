@@ -1,4 +1,4 @@
-"""What vLLM's calls of a weight transfer say: of the trainer's group, and of the tensors that come."""
+"""Parses the fields of vLLM's weight transfer calls: the trainer's group, and the announced tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.errors import InvalidArgument
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string
 
 NCCL = "nccl"
-# A tensor's name, dtype and shape.
+# (name, dtype, shape) of a tensor.
 Announced: TypeAlias = tuple[str, str, Sequence[int]]
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_TENSORS, _MAX_NAME_CHARACTERS, _MAX_DIMENSIONS = 1 << 18, 512, 8
@@ -22,7 +22,7 @@ _UNIQUE_ID_BYTES = 128
 
 
 def group_of(given: Fields, backend: str) -> dict[str, Any]:
-    """What `workers.weight_receiver` needs to join a group. Raises InvalidArgument."""
+    """The arguments with which `workers.weight_receiver` joins a group. Raises InvalidArgument."""
     unique_id = given.get("nccl_unique_id_b64", string) if backend == NCCL else None
     host = port = None
     if unique_id is None:
@@ -49,9 +49,10 @@ def group_of(given: Fields, backend: str) -> dict[str, Any]:
 def tensors_of(
     given: Fields, before: Sequence[Announced], received: Container[str], left_bytes: int
 ) -> tuple[Sequence[Announced], int]:
-    """The tensors that come, and how many of `left_bytes` they leave. Raises InvalidArgument.
+    """The announced tensors, and `left_bytes` without their sizes. Raises InvalidArgument.
 
-    `before`: those of the call before, which come if none are named. `received`: the names of this update.
+    `before`: the tensors of the previous call, which is repeated if none are named. `received`: the names of
+    tensors of this update that were received already.
     """
     names, dtypes, shapes = (
         given.get(name, array, _MAX_TENSORS) or [] for name in ("names", "dtype_names", "shapes")

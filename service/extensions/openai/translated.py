@@ -1,4 +1,4 @@
-"""What the translations of other APIs share: requests become those of chats, and answers are blocks."""
+"""Shared by the other text APIs: requests are translated to chats, and answers consist of blocks."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from service.extensions.openai.requests import CompletionRequest, ResolveModel, 
 from service.extensions.openai.responses import CompletionResponse, to_json
 
 _Request = TypeVar("_Request", bound=CompletionRequest)
-# The reasons of an end after which an answer is not whole.
+# The finish reasons of incomplete answers.
 CUT = frozenset({"length", "content_filter"})
 
 
 def as_chat(
     kind: type[_Request], body: dict[str, Any], resolve: ResolveModel, names: Mapping[str, str], **more: Any
 ) -> _Request:
-    """The request of a chat as one of another API. `names`: the paths of what it calls otherwise.
+    """Parses the body of a chat as a request of type `kind`. `names`: the paths in the original request.
 
-    Raises InvalidArgument, and what `resolve` raises.
+    Raises InvalidArgument, and whatever `resolve` raises.
     """
     try:
         request = chat({name: value for name, value in body.items() if value is not None}, resolve)
     except InvalidArgument as error:
         raise error.at(renamed(error.field, names)) from None
     given = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
-    # Prompts are counted when a stream begins.
+    # These APIs report the prompt tokens at the begin of a stream.
     given |= {"with_usage": request.is_stream, "usage_in_all": request.is_stream}
     return kind(**given | {"names": names} | more)
 
 
 def named_event(value: Any) -> str:
-    """A server-sent event with its type as its name."""
+    """Encodes a server-sent event with its type as its name."""
     return f"event: {value['type']}\ndata: {to_json(value)}\n\n"
 
 
 class BlocksResponse(CompletionResponse):
-    """A response of one choice. A stream has events of its blocks, between some at its begin and its end."""
+    """A response of one choice. A stream has events for its begin, its blocks and its end."""
 
     frame = staticmethod(named_event)
     last_frame = ""
@@ -66,7 +66,7 @@ class BlocksResponse(CompletionResponse):
         raise NotImplementedError
 
     def _block_events(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
-        """Those of what `Blocks.add` says."""
+        """The events for one event of `Blocks.add`."""
         raise NotImplementedError
 
     def _end_events(self, choice: Choice) -> Iterator[dict[str, Any]]:

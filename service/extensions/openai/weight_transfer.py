@@ -1,10 +1,10 @@
-"""vLLM's calls for weights that a trainer broadcasts: /update_weights, and those before and after it.
+"""vLLM's calls to receive weights that a trainer broadcasts: /update_weights and related ones.
 
-And prime-rl's: an /update_weights that names a directory, whose files are copied.
+Also prime-rl's form of /update_weights, which names a directory whose files are copied.
 
-A process joins the trainer's group, and writes what it receives as the files of an upload. These become the
-served weights with /finish_weight_update, as by LoadWeights. So nothing changes before that, whatever becomes
-of the trainer; and workers, also those that start later, find a directory.
+A process joins the trainer's group, and writes the tensors it receives as the files of an upload. With
+/finish_weight_update these become the served weights, as by LoadWeights. So nothing changes before that, even
+if the trainer fails; and all workers, including those that start later, load them from a directory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from service.uploads import UploadedFile, require_room
 _log = get_logger(__name__)
 NONE, FILESYSTEM = "none", "filesystem"
 _INDEX = "model.safetensors.index.json"
-# Until the process has imported torch.
+# The time for the process to import torch.
 _START_TIMEOUT_S = 120.0
-# What becomes of samples in flight when weights are replaced, by vLLM's mode of a pause. "": there is none.
+# What happens to caches when weights are replaced, by vLLM's mode of the pause. "": no pause.
 _PREVIOUS_CACHES = {
     "": admin_pb2.PREVIOUS_CACHES_KEEP_KV,
     "keep": admin_pb2.PREVIOUS_CACHES_KEEP_KV,
@@ -50,32 +50,32 @@ _PREVIOUS_CACHES = {
 
 
 class WeightTransfer:
-    """Owner of the process, and of the upload that it writes. One call runs at a time."""
+    """Owner of the process and of the upload that it writes. One call runs at a time."""
 
     def __init__(self, admin: AdminApi, backend: str, timeout_s: float) -> None:
-        """`timeout_s`: how long nothing may come from the trainer: a call, or the next tensor."""
+        """`timeout_s`: the longest time without a call or tensor from the trainer."""
         self._admin = admin
         self._backend = backend
         self._timeout_s = timeout_s
         self._process: ReceivingProcess | None = None
         self._upload: Upload | None = None
-        # One that is complete, and not served yet: another LoadWeights ran.
+        # A complete upload that is not served yet, because another LoadWeights ran.
         self._received: Upload | None = None
         self._closing = contextlib.AsyncExitStack()
         # The file of each tensor of the upload.
         self._files: dict[str, str] = {}
         self._left_bytes = 0
-        # What the last call of /update_weights announced, which the next one may leave out.
+        # The tensors that the last /update_weights announced. The next call may omit the same ones.
         self._announced: Sequence[Announced] = ()
         self._pause = ""
-        # The version of the weights that were served here last, and the trainer's name for it.
+        # The version of the last weights that were served from here, and the trainer's name for it.
         self._labelled: tuple[int, str] | None = None
         self._is_busy = False
         self._idle: asyncio.TimerHandle | None = None
         self._abandoning: asyncio.Task[None] | None = None
 
     def routes(self, bodies: BodyReader) -> list[GuardedRoute]:
-        """A route for each call."""
+        """Returns a route for each call."""
         calls: dict[str, Callable[[Fields], Awaitable[dict[str, Any]]]] = {
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shut_down,
@@ -90,18 +90,18 @@ class WeightTransfer:
         return [
             *(route(path, OperatorCall(call, bodies), methods=["POST"]) for path, call in calls.items()),
             route("/is_paused", lambda _: JSONResponse({"is_paused": bool(self._pause)})),
-            # One process receives for all workers.
+            # A single process receives for all workers.
             route("/get_world_size", lambda _: JSONResponse({"world_size": 1})),
             route("/weight_info", lambda _: JSONResponse({"weight_version": self._label})),
         ]
 
     async def close(self) -> None:
-        """Ends the process, and drops what it has received."""
+        """Ends the process, and drops the tensors that it has received."""
         self._watch(None)
         await self._drop()
         await self._end()
 
-    # Pauses. Nothing stops: weights are replaced between two steps.
+    # Pauses. They stop nothing: weights are replaced between two steps.
 
     async def _pause_until_resumed(self, fields: Fields) -> dict[str, Any]:
         mode = fields.get("mode", string) or "abort"
@@ -165,7 +165,7 @@ class WeightTransfer:
             if self._upload is None:
                 raise LoadFailed("/start_weight_update comes before /update_weights")
             fields.refuse_others()
-            # There may be a hundred thousand of them.
+            # In a thread: there may be a hundred thousand tensors.
             known = self._announced, self._files, self._left_bytes
             tensors, left_bytes = await asyncio.to_thread(tensors_of, given, *known)
             await _require_room(self._upload.directory, self._left_bytes - left_bytes)
@@ -199,7 +199,7 @@ class WeightTransfer:
         }
 
     async def _update_from(self, directory: Path) -> dict[str, Any]:
-        """Of a trainer that writes weights without the other files of a model, and removes them later."""
+        """Loads weights from a trainer's directory. The files are copied, because it removes them later."""
         if not directory.is_absolute():
             raise bad_field("weight_dir", "must be an absolute path of the server's machine")
         self._check_only_gateway()
@@ -219,13 +219,13 @@ class WeightTransfer:
         request = admin_pb2.LoadWeightsRequest(
             source=upload.source, previous_caches=_PREVIOUS_CACHES[self._pause]
         )
-        # All that it needs of a gRPC context.
+        # The only part of a gRPC context that LoadWeights needs.
         await self._admin.LoadWeights(request, cast("Any", SimpleNamespace(write=write)))
         return progress[-1]
 
     @property
     def _label(self) -> str | None:
-        """The name of the weights that are served, maybe loaded by others. None: no trainer sent any."""
+        """The served weights' name: the trainer's, or their version if loaded otherwise. None: none yet."""
         if self._labelled is None:
             return None
         version, label = self._labelled
@@ -236,7 +236,7 @@ class WeightTransfer:
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """One call. Raises Loading during another one. After a failure on the way the update is over."""
+        """Runs one call. Raises Loading during another call. If the call fails, the update is dropped."""
         if self._is_busy:
             raise Loading
         self._is_busy = True
@@ -244,10 +244,10 @@ class WeightTransfer:
         try:
             yield
         except Loading:
-            # Others upload or load.
+            # Another upload or load is running, so this update stays.
             raise
         except BaseException:
-            # The trainer and the process may be at different tensors. Its broadcasts fail now, too.
+            # The trainer and the process may be at different tensors. Its broadcasts fail now as well.
             await complete(self.close())
             raise
         finally:
@@ -256,7 +256,7 @@ class WeightTransfer:
                 self._watch(self._timeout_s)
 
     def _watch(self, timeout_s: float | None) -> None:
-        """Drops the update after this time without a call."""
+        """Restarts the timer that drops the update if no further call comes. None: stops it."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
@@ -268,7 +268,7 @@ class WeightTransfer:
         self._abandoning = asyncio.create_task(self._drop())
 
     async def _drop(self) -> None:
-        """Forgets what was received since /start_weight_update."""
+        """Drops everything received since /start_weight_update."""
         if self._received is not None:
             self._admin.uploads.forget(self._received.source)
         self._upload = self._received = None
@@ -288,7 +288,7 @@ class WeightTransfer:
 
 
 async def _require_room(directory: Path, size_bytes: int) -> None:
-    """Raises StorageUnavailable: the process that writes does not know what the journal needs."""
+    """Raises StorageUnavailable if the disk would get too full: the writing process cannot know the limit."""
     try:
         await asyncio.to_thread(require_room, directory, size_bytes)
     except OSError as error:
@@ -301,9 +301,9 @@ async def _refuse_broadcaster(fields: Fields) -> NoReturn:
 
 
 def _copy_weights(directory: Path, upload: Upload) -> None:
-    """Raises InvalidArgument if there are none, or too many of them; OSError."""
+    """Copies the weight files. Raises InvalidArgument if there are none or too many, and OSError."""
     names: list[str] = []
-    # ValueError: it has a NUL.
+    # ValueError: the path contains a NUL.
     with contextlib.suppress(OSError, ValueError):
         names = [file.name for file in directory.iterdir()]
     names = [name for name in names if name.endswith(".safetensors") or name == _INDEX]
@@ -322,16 +322,16 @@ def _write_index(path: Path, files: Mapping[str, str]) -> None:
 
 
 class OperatorCall:
-    """Answers a query and a body, which may be absent, with a value. An ASGI application."""
+    """The ASGI application that answers a query and an optional JSON body with a JSON value."""
 
     def __init__(self, call: Callable[[Fields], Awaitable[dict[str, Any]]], bodies: BodyReader) -> None:
         self._call, self._bodies = call, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises QuireError. Ends if the client disconnects: then the trainer has gone."""
+        """Handles a request. Raises QuireError. Ends if the client, a trainer, disconnects."""
         request = Request(scope, receive)
         if "origin" in request.headers:
-            # A page of another origin may send what has no body.
+            # Browsers let pages of other origins send requests without a body.
             raise InvalidArgument("BAD_CONTENT_TYPE", "", "pages cannot call this")
 
         async def respond(value: object) -> None:

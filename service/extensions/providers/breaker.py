@@ -1,4 +1,4 @@
-"""A circuit breaker: stops sending requests to a provider that keeps failing. Pure: callers pass the time."""
+"""A circuit breaker: stops requests to a provider that keeps failing. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from quire.v1 import runner_pb2
 
 
 class Result(enum.Enum):
-    """What the end of a request says about the provider's health."""
+    """The result of a request, as far as it concerns the provider's health."""
 
     SUCCESS = enum.auto()
     FAILURE = enum.auto()
-    # Says nothing: a rate limit, a bad request, a cancelled call.
+    # No information: a rate limit, a bad request, a cancelled call.
     NEUTRAL = enum.auto()
 
 
 class Breaker:
-    """Opens after `failures` failures in a row. After `open_s` it sends one probe, which closes it or not."""
+    """Opens after `failures` failures in a row. After `open_s` it allows a probe, whose success closes it."""
 
     def __init__(self, failures: int, open_s: float) -> None:
         self._threshold = failures
@@ -28,28 +28,28 @@ class Breaker:
         self._is_probing = False
 
     def begin(self, now_s: float) -> bool:
-        """Whether a request may be sent now. Its end must be recorded then."""
+        """Whether a request may be sent now. If so, its end must be recorded."""
         if self._is_probing or self.left_s(now_s) > 0:
             return False
         self._is_probing = self._open_until_s is not None
         return True
 
     def response_started(self) -> None:
-        """The first event arrived. A probe closes the breaker now: its response may take long."""
+        """A response has begun. If it is the probe's, this closes the breaker: its rest may take long."""
         if self._is_probing:
             self._close()
 
     def record(self, result: Result, now_s: float) -> bool:
-        """Records the end of a request, once for each that `begin` allowed. Returns whether this opens it."""
+        """Records the end of a request that `begin` allowed. Returns whether this opens the breaker."""
         if result is Result.SUCCESS:
             self._close()
-        # One that began before the breaker opened says nothing new.
+        # Failures of requests that began before the breaker opened are ignored.
         elif result is Result.FAILURE and not self.left_s(now_s):
             self._failures += 1
             if self._failures >= self._threshold:
                 self._is_probing, self._open_until_s = False, now_s + self._open_s
                 return True
-        # If it was a probe, the next request is one at once.
+        # If it was a probe, the next request may be one at once.
         self._is_probing = False
         return False
 

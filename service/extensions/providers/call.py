@@ -33,7 +33,7 @@ _RETRY_MIN_S = 1.0
 _RETRY_MAX_S = 60.0
 # A request is not retried if the provider asks for a longer delay.
 _MAX_RETRY_AFTER_S = 300.0
-# Reasons that count as failures for the circuit breaker. Credentials that are refused fail for every caller.
+# Failures for the circuit breaker. Refused credentials are among them: they fail every caller.
 _UNHEALTHY = frozenset({"NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT", "UNAUTHORIZED"})
 # The retry delay while another request probes the provider.
 _PROBE_S = 1.0
@@ -41,7 +41,7 @@ _PROBE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """The parts of one provider that all its calls share."""
+    """The objects that all calls to one provider share."""
 
     config: ProviderConfig
     dialect: type[Dialect]
@@ -52,10 +52,10 @@ class Provider:
 
 
 class _ReaderStalled(Exception):
-    """The client did not read in time. Not a failure of the provider. Callers see TIMEOUT."""
+    """The client did not read in time, which is no failure of the provider. Callers see TIMEOUT."""
 
 
-# Its repr would have the prompt.
+# repr=False: it would contain the prompt.
 @dataclass(eq=False, repr=False)
 class ProviderCall:
     """A request for some samples of one item."""
@@ -63,24 +63,24 @@ class ProviderCall:
     provider: Provider
     batch: Batch
     item: runner_pb2.ExecuteItem
-    # All calls of an item share the body: a prompt may be large.
+    # Shared by all calls of an item, since a prompt may be large.
     body: bytes
-    # The most that the call is expected to use.
+    # The estimated maximum usage of the call.
     expected: runner_pb2.Usage
     # The indexes of the samples in the item.
     indexes: Sequence[int]
-    # On the provider's `clock`.
+    # In the time of the provider's `clock`.
     deadline_s: float
     sink: ChunkSink
 
     def __post_init__(self) -> None:
         self._clock = self.provider.clock
         self._samples = self._new_samples()
-        # Whether chunks of this attempt wait until the client has read others.
+        # Whether this attempt is waiting for the client to read chunks.
         self._waits_for_reader = False
 
     async def run(self) -> None:
-        """Puts out chunks up to the last of each sample. Raises nothing but CancelledError."""
+        """Runs the request and puts all chunks of its samples into the sink. Raises only CancelledError."""
         error: QuireError | None = None
         tenant, left_s = self.batch.tenant, self._time_left_s()
         until = asyncio.timeout(None if math.isinf(left_s) else left_s)
@@ -100,7 +100,7 @@ class ProviderCall:
         config, retries = self.provider.config, 0
         while (error := await self._attempt()) is not None:
             delay_s = None
-            # A retry would repeat chunks that were put out.
+            # After the first chunk a retry would repeat text.
             if not self._samples.has_put and retries < config.max_retries:
                 delay_s = retry_delay_s(error, retries, self._time_left_s(), self._clock.uniform)
             if delay_s is None:
@@ -113,7 +113,7 @@ class ProviderCall:
             self._samples = self._new_samples()
 
     async def _attempt(self) -> ProviderFailure | None:
-        """Sends the request once; returns its failure, if any."""
+        """Sends the request once. Returns its failure, if any."""
         # Before `acquire`, so that a slow reader does not keep others from the provider.
         await self.sink.wait_for_room()
         limiter, batch = self.provider.limiter, self.batch
@@ -133,7 +133,7 @@ class ProviderCall:
 
     async def _send_if_healthy(self) -> None:
         """Sends the request, and tells the circuit breaker how it ended. Raises ProviderFailure."""
-        # First: that this server has none says nothing about the provider.
+        # Before the breaker: missing credentials of this server say nothing about the provider.
         secret = await self.provider.connections.secret()
         breaker, now_s = self.provider.breaker, self._clock.now_s()
         if not breaker.begin(now_s):
@@ -174,7 +174,7 @@ class ProviderCall:
         raise _ReaderStalled if stalled else failure("TIMEOUT", "the provider's answer takes too long")
 
     async def _read(self, stream: AsyncGenerator[str, None]) -> bool:
-        """Puts out what the events hold. Returns whether the dialect's last one has come."""
+        """Puts the contents of all events. Returns whether the dialect's last event has come."""
         reader = self.provider.dialect(self.provider.config.name)
         async for event in stream:
             self.provider.breaker.response_started()
@@ -182,7 +182,7 @@ class ProviderCall:
                 self._samples.take(update)
             if self._samples.are_stopped or reader.is_done:
                 break
-            # Meanwhile TCP flow control stops the provider.
+            # Meanwhile TCP flow control makes the provider wait.
             self._waits_for_reader = True
             await self.sink.wait_for_room()
             self._waits_for_reader = False
@@ -199,7 +199,7 @@ class ProviderCall:
         return self.deadline_s - self._clock.now_s()
 
     def _used(self) -> runner_pb2.Usage:
-        """The usage of the last attempt, as far as it is known. One without a response used nothing."""
+        """The usage of the last attempt as far as it is known. An attempt without a response used nothing."""
         samples = self._samples
         if samples.usage is not None:
             return samples.usage

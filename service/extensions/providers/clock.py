@@ -16,5 +16,5 @@ class Clock:
     now_s: Callable[[], float] = time.monotonic
     wall_s: Callable[[], float] = time.time
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
-    # A random number between two others.
+    # Returns a random number between two bounds.
     uniform: Callable[[float, float], float] = random.uniform

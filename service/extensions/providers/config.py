@@ -19,11 +19,11 @@ _MAY_BE_0 = ("max_retries",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderConfig:
-    """One provider, one model, one dialect. Raises ValueError, which names the setting and no secret."""
+    """One provider, one model, one dialect. Raises ValueError, which names the setting and has no secrets."""
 
     # The runtime's name in requests.
     name: str
-    # The provider's usual name, such as "openai". Empty: as `name`.
+    # The provider's usual name, such as "openai". Empty: the same as `name`.
     provider: str = ""
     dialect: DialectName
     # The URL without the dialect's path, such as https://api.openai.com/v1.
@@ -41,13 +41,13 @@ class ProviderConfig:
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     # The token limit of an item without max_tokens.
     max_output_tokens: int = 4096
-    # By model.
+    # The prices of each model.
     prices: Mapping[str, Prices] = field(default_factory=dict)
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     max_concurrent: int = 64
-    # The length of the queue for those limits.
+    # The most requests that may wait for these limits.
     max_waiting: int = 4096
     budget_usd_per_hour: float | None = None
 
@@ -56,15 +56,15 @@ class ProviderConfig:
     breaker_open_s: float = 30.0
 
     connect_timeout_s: float = 10.0
-    # To the head of the response, and between two pieces of its body.
+    # The time limit for the head of the response, and between two pieces of its body.
     read_timeout_s: float = 30.0
-    # For the whole response.
+    # The time limit for the whole response.
     answer_timeout_s: float = 900.0
     max_event_bytes: int = 1 << 20
     max_answer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        """Checks what the types of the settings leave open."""
+        """Checks what the settings' types do not."""
         self._check_address()
         if self.name in _TAKEN_NAMES:
             raise ValueError("the name is that of the server's own workers")
@@ -75,7 +75,7 @@ class ProviderConfig:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if type(value) in (int, float):
-                # Also a whole number that is too large for a float.
+                # Infinity, or an integer that is too large for a float.
                 if value > sys.float_info.max:
                     raise ValueError(f"{setting.name}: must be finite")
                 if not value and setting.name not in _MAY_BE_0:
@@ -99,7 +99,7 @@ class ProviderConfig:
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether it is reached without a proxy, and maybe without TLS."""
+        """Whether the provider is on this machine: no proxy is used then, and TLS is not required."""
         return is_this_machine(urlsplit(self.base_url).hostname or "")
 
     @property

@@ -1,7 +1,7 @@
 """Connections to a provider, and the credentials of its requests.
 
-Credentials never appear in logs, errors or reprs. They are read for each request, so that new ones are used
-at once, and are kept by nothing here.
+Credentials never appear in logs, errors or reprs. They are read for each request, so that new ones take
+effect at once, and are not stored.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _MAX_SECRET_BYTES = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """A client with the number of requests that use it."""
+    """An HTTP client and the number of requests that use it."""
 
     client: httpx2.AsyncClient
     users: int = 0
 
 
 class Connections:
-    """Owner of a provider's HTTP clients: the current one, and replaced ones until their requests end."""
+    """Owner of a provider's HTTP clients: the current one, and replaced ones while requests use them."""
 
     def __init__(self, config: ProviderConfig) -> None:
-        """Opens none yet."""
+        """Opens no connection yet."""
         self._config = config
         self._current: _Shared | None = None
         self._lock = asyncio.Lock()
         self._is_closed = False
-        # Why there are no credentials or no connections. Empty: there are, or they were not needed yet.
+        # Why there are no credentials or no client. Empty: no problem is known.
         self.trouble = ""
-        # They log every request, and the provider's response headers.
+        # They would log every request, and the provider's response headers.
         for library in ("httpx2", "httpcore2"):
             logging.getLogger(library).setLevel(logging.WARNING)
 
@@ -57,7 +57,7 @@ class Connections:
         """A client for one request. Raises ProviderFailure."""
         async with self._lock:
             shared = self._current or await self._open()
-            # A request that waited while this was closed has a client of its own.
+            # A request that waited while this was closed gets a client of its own.
             self._current = None if self._is_closed else shared
             shared.users += 1
         try:
@@ -67,14 +67,14 @@ class Connections:
             await self._close_unused(shared)
 
     async def rebuild(self) -> None:
-        """Replaces the connections. Raises ProviderFailure, also for credentials: nothing has changed."""
+        """Replaces the connections. Raises ProviderFailure, also for credentials; then nothing changes."""
         await self.secret()
         async with self._lock:
             replaced, self._current = self._current, await self._open()
         await self._close_unused(replaced)
 
     async def close(self) -> None:
-        """Closes the connections; those of running requests when these end."""
+        """Closes the connections. Those of running requests close when the requests end."""
         self._is_closed = True
         async with self._lock:
             replaced, self._current = self._current, None
@@ -90,7 +90,7 @@ class Connections:
             secret = await asyncio.to_thread(_configured_text, config)
         except OSError as error:
             why = str(error.strerror)
-        # Others are invalid in a header, and HTTP libraries quote an invalid header in their errors.
+        # Anything else is invalid in a header, and HTTP libraries quote invalid headers in their errors.
         if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
             place = config.api_key_env or config.api_key_file
             _log.error("a provider's credentials cannot be used", runtime=config.name, place=place, why=why)
@@ -106,9 +106,9 @@ class Connections:
     async def _open(self) -> _Shared:
         try:
             client = await self._new_client()
-        # A proxy that is no URL, or needs a library that is not installed; certificates that are not there.
+        # An invalid proxy URL, or one that needs a library that is not installed; or missing certificates.
         except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
-            # Its text may hold the credentials of a proxy.
+            # The error's text may contain the credentials of a proxy.
             kind = type(error).__name__
             _log.error(
                 "the environment's proxy or certificates cannot be used", runtime=self._config.name, kind=kind
@@ -136,20 +136,20 @@ class Connections:
             )
         return httpx2.AsyncClient(
             verify=tls,
-            # It is what reads the proxies of the environment.
+            # With this the client uses the proxies of the environment.
             trust_env=not config.is_on_this_machine,
-            # A cookie from one caller's response must not be sent with another's request.
+            # A cookie from one caller's response must not be sent with another caller's request.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             # Credentials must only go to the configured address.
             follow_redirects=False,
             timeout=httpx2.Timeout(config.read_timeout_s, connect=config.connect_timeout_s, pool=None),
-            # The limiter bounds their number by max_concurrent.
+            # The limiter bounds the number of connections by max_concurrent.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=config.max_concurrent),
         )
 
 
 def _configured_text(config: ProviderConfig) -> str:
-    """Raises OSError."""
+    """The configured credentials. Raises OSError."""
     if config.api_key_env:
         return os.environ.get(config.api_key_env, "").strip()
     require_trusted(Path(config.api_key_file))

@@ -1,6 +1,6 @@
-"""One HTTP request and its response, limited in time and size. Every fault becomes a ProviderFailure.
+"""One HTTP request and its response, limited in time and size. Every failure becomes a ProviderFailure.
 
-Exceptions of the HTTP library hold the request with its credentials, so none is chained to a failure.
+Exceptions of the HTTP library contain the request with its credentials, so none is chained to a failure.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from service.extensions.providers import failures
 from service.extensions.providers.config import ProviderConfig
 
 _MAX_ERROR_BYTES = 64 << 10
-# How long the body of an error may take. Without it, the status is enough.
+# How long to wait for the body of an error. Without it, the status decides.
 _ERROR_BODY_S = 1.0
-# How long to wait for the end of a complete response, so that its connection can be reused.
+# How long to wait for the end of a response whose last event has come, so that its connection can be reused.
 _DRAIN_S = 0.5
 _HEADERS = {
     "content-type": "application/json",
     "accept": "text/event-stream",
-    # A small compressed response could become a large one.
+    # No compression: a small response could expand to a large one.
     "accept-encoding": "identity",
     "user-agent": "quire",
 }
@@ -34,10 +34,10 @@ _HEADERS = {
 async def events(
     client: httpx2.AsyncClient, url: str, headers: Mapping[str, str], body: bytes, config: ProviderConfig
 ) -> AsyncGenerator[str, None]:
-    """Sends a request; yields the data of each event of the response. Raises ProviderFailure.
+    """Sends a request. Yields the data of each event of the response. Raises ProviderFailure.
 
-    `headers`: those of the dialect. Closing the generator closes the connection, unless the response was read
-    to its end.
+    `headers`: the dialect's. Closing the generator closes the connection, unless the response was read to its
+    end.
     """
     error = None
     try:
@@ -48,9 +48,9 @@ async def events(
             elif response.headers.get("content-encoding", "identity") != "identity":
                 error = failures.malformed()
             else:
-                # Whatever the response says: a hostile one could name a codec that expands it.
+                # Ignores the response's charset: a hostile server could name a codec that expands it.
                 response.encoding = "utf-8"
-                # The names of events are not read: all dialects repeat them in the data.
+                # Event names are not read: all dialects repeat them in the data.
                 async for event in httpx2.EventSource(response, config.max_event_bytes):
                     if response.num_bytes_downloaded > config.max_answer_bytes:
                         error = failures.too_large(config.max_answer_bytes)
@@ -60,7 +60,7 @@ async def events(
     except httpx2.TimeoutException:
         error = failures.unreachable("TIMEOUT", url)
     except httpx2.SSEError:
-        # Not a stream of events, or one of them is longer than allowed.
+        # Not a stream of events, or an event is longer than allowed.
         error = failures.malformed()
     except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError):
         error = failures.unreachable("NETWORK_ERROR", url)
@@ -69,7 +69,7 @@ async def events(
 
 
 async def drain(stream: AsyncGenerator[str, None]) -> None:
-    """Reads the rest of a complete response, if it ends soon."""
+    """Reads a response to its end, if this comes soon. Its last event has been read already."""
     with contextlib.suppress(ProviderFailure, TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in stream:
@@ -77,12 +77,12 @@ async def drain(stream: AsyncGenerator[str, None]) -> None:
 
 
 def encode_body(body: Mapping[str, object]) -> bytes:
-    """A request body as compact JSON."""
+    """Encodes a request body as compact JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """The delay of a Retry-After header in seconds. None: missing, not valid, or a date."""
+    """The delay of a Retry-After header in seconds. None: missing, invalid, or a date."""
     try:
         seconds = float(header or "")
     except ValueError:
@@ -91,7 +91,7 @@ def retry_after_s(header: str | None) -> float | None:
 
 
 async def _refusal(response: httpx2.Response, config: ProviderConfig, url: str) -> ProviderFailure:
-    """The failure for a response with another status than 200."""
+    """The failure for a response whose status is not 200."""
     body = b""
     with contextlib.suppress(httpx2.HTTPError, OSError, TimeoutError):
         async with asyncio.timeout(_ERROR_BODY_S):

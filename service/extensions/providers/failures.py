@@ -1,7 +1,7 @@
-"""Translates a provider's errors into reasons and texts of our own.
+"""Translates a provider's errors into this server's reasons and texts.
 
-The text of a provider's error may hold prompts, other callers' names or credentials. So only codes that are
-known here are read and logged. Callers get our text, and a reason that they can act on.
+The text of a provider's error may contain prompts, other callers' names or credentials. So only error codes
+that are known here are read and logged. Callers get this server's text, and a reason that they can act on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from service.logging import get_logger
 from service.outbound import proxy_of
 
 _log = get_logger(__name__)
-# Providers may send delays that a Duration cannot hold.
+# Providers may send delays that do not fit into a Duration.
 _LONGEST_WAIT_S = 86_400.0
 
 _TEXTS = {
@@ -29,7 +29,7 @@ _TEXTS = {
     "SERVER_ERROR": "the provider failed",
     "TIMEOUT": "the provider did not answer in time",
 }
-# Error codes and types of all dialects. These are more specific than the HTTP status:
+# Error codes and types of all dialects that are more specific than the HTTP status.
 _SPECIFIC = {
     "context_length_exceeded": "CONTEXT_LENGTH_EXCEEDED",
     "content_filter": "CONTENT_FILTERED",
@@ -39,7 +39,7 @@ _SPECIFIC = {
     "billing_error": "FORBIDDEN",
     "model_not_found": "FORBIDDEN",
 }
-# Codes that are equivalent to a status, for errors in the middle of a stream.
+# Error codes that are equivalent to a status, for errors in the middle of a stream.
 _GENERIC = {
     "invalid_request_error": "BAD_REQUEST",
     "not_found_error": "FORBIDDEN",
@@ -68,43 +68,43 @@ _STATUSES = {
     425: "SERVER_ERROR",
     429: "RATE_LIMITED",
 }
-# What a proxy answers itself, without TLS to the provider.
+# Statuses that a proxy may answer itself, if there is no TLS to the provider.
 _OF_PROXIES = frozenset({407, 502, 503, 504})
 # Phrases for CONTEXT_LENGTH_EXCEEDED: not all providers have a code for it.
 _TOO_LONG = ("context length", "context window", "context size", "prompt is too long", "too many tokens")
 
 
 def failure(reason: str, text: str = "", retry_after_s: float | None = None) -> ProviderFailure:
-    """A failure with the text for its reason, or with `text`, which must be our own."""
+    """A failure with the text for its reason, or with `text`, which must not be the provider's."""
     if retry_after_s is not None:
         retry_after_s = min(retry_after_s, _LONGEST_WAIT_S)
     return ProviderFailure(reason, text or _TEXTS[reason], retry_after_s=retry_after_s)
 
 
 def unreachable(reason: str, url: str) -> ProviderFailure:
-    """No response came from a URL."""
+    """The failure if no response came from a URL."""
     return failure(reason, _TEXTS[reason] + _through(url))
 
 
 def _through(url: str) -> str:
-    """The end of a text if there is a proxy. Callers learn which setting names it, and not its address."""
+    """The end of an error text if a proxy is used: it names the setting, and not the proxy's address."""
     proxy = proxy_of(url) if url else None
     return "" if proxy is None else f", through the proxy that {proxy.variable} names"
 
 
 def malformed() -> ProviderFailure:
-    """The response does not follow the dialect."""
+    """The failure for a response that does not follow the dialect."""
     return failure("SERVER_ERROR", "the provider's answer cannot be understood")
 
 
 def too_large(limit_bytes: int) -> ProviderFailure:
-    """The response is longer than allowed."""
+    """The failure for a response that is longer than allowed."""
     return failure("SERVER_ERROR", f"the provider's answer has more than {limit_bytes} bytes")
 
 
 def internal(bug: Exception) -> InternalError:
     """Turns an unexpected exception into InternalError, and logs its traceback."""
-    # Its text and chained exceptions are not logged: they may hold credentials.
+    # Its text and chained exceptions are not logged: they may contain credentials.
     places = "".join(traceback.format_tb(bug.__traceback__))
     _log.error("a provider's call failed", kind=type(bug).__name__, places=places)
     return InternalError()
@@ -113,7 +113,7 @@ def internal(bug: Exception) -> InternalError:
 def http_error(
     runtime: str, status: int, body: bytes, retry_after_s: float | None, url: str = ""
 ) -> ProviderFailure:
-    """The failure for a response with a status other than 200 from `url`. `body` may be truncated."""
+    """The failure for a response from `url` whose status is not 200. `body` may be truncated."""
     try:
         error = json.loads(body)
     except (ValueError, RecursionError):
@@ -145,7 +145,7 @@ def stream_error(runtime: str, error: object) -> ProviderFailure:
 
 
 def _codes(body: object) -> list[str]:
-    """The known codes and types of an error; specific ones first."""
+    """The known codes and types in an error body; specific ones first."""
     if not isinstance(body, Mapping):
         return []
     inner = body.get("error")

@@ -38,7 +38,7 @@ class Limiter:
 
     @property
     def wait_s(self) -> float:
-        """About how long a new request would wait. Leaves out its tokens and the budget."""
+        """About how long a new request would wait. Ignores its tokens and the budget."""
         wait_s = self._bucket_wait_s(1, self._clock.now_s())
         waiting = len(self._queue)
         if waiting or self._is_busy:
@@ -59,16 +59,16 @@ class Limiter:
     async def acquire(
         self, expected: runner_pb2.Usage, deadline_s: float, tenant: Tenant | None, priority: Priority
     ) -> None:
-        """Waits until a request may be sent that is expected to use so much. Its end calls `release`.
+        """Waits until a request with this expected usage may be sent. `release` must be called at its end.
 
-        Raises ProviderFailure: the queue is full, the wait would exceed the deadline, or the cost the budget.
+        Raises ProviderFailure if the queue is full, the deadline would pass, or the budget would be exceeded.
         """
         tokens, cost_usd = self._amounts(expected)
         ticket = self._enqueue(tenant, priority)
         try:
             while True:
                 ticket.wake.clear()
-                # Only the first in the queue checks the limits. A smaller request must not overtake it.
+                # Only the first in the queue checks the limits, so that a smaller request cannot overtake it.
                 is_first = self._queue.first is ticket
                 wait_s = self._wait_s(tokens, cost_usd, deadline_s) if is_first else math.inf
                 if wait_s <= 0:
@@ -88,7 +88,7 @@ class Limiter:
             await self._spending.flush()
 
     def release(self, expected: runner_pb2.Usage, used: runner_pb2.Usage) -> None:
-        """A request has ended: it has used `used` instead of `expected`."""
+        """Ends a request: replaces its `expected` usage by `used`."""
         now_s = self._clock.now_s()
         (reserved_tokens, reserved_usd), (tokens, cost_usd) = self._amounts(expected), self._amounts(used)
         self.running -= 1
@@ -99,7 +99,7 @@ class Limiter:
         self._wake_first()
 
     def _amounts(self, usage: runner_pb2.Usage) -> tuple[int, float]:
-        """The tokens of a request, and its cost in US dollars; 0: unknown."""
+        """The tokens of a usage, and its cost in US dollars; 0 if the price is unknown."""
         price = self._config.price
         return usage.input_tokens + usage.output_tokens, 0.0 if price is None else price.cost_usd(usage)
 
@@ -112,7 +112,7 @@ class Limiter:
             self._budget.reserve(cost_usd)
 
     def _enqueue(self, tenant: Tenant | None, priority: Priority) -> Ticket:
-        """Adds a request to the queue, and may evict another. Raises ProviderFailure: the queue is full."""
+        """Adds a request to the queue, and may evict another. Raises ProviderFailure if the queue is full."""
         if len(self._queue) >= self._config.max_waiting:
             least = self._queue.eviction_candidate(tenant, priority)
             if least is None:
@@ -122,7 +122,7 @@ class Limiter:
         return self._queue.add(tenant, priority)
 
     def _wake_first(self) -> None:
-        """Lets the first in the queue check the limits again."""
+        """Makes the first in the queue check the limits again."""
         first = self._queue.first
         if first is not None:
             first.wake.set()
@@ -132,16 +132,16 @@ class Limiter:
         return self.running >= self._config.max_concurrent
 
     def _bucket_wait_s(self, tokens: int, now_s: float) -> float:
-        """How long the rate limits delay a request with `tokens`."""
+        """How long the rate limits delay a request of `tokens` tokens."""
         return max(self._requests.wait_s(1, now_s), self._tokens.wait_s(tokens, now_s))
 
     def _wait_s(self, tokens: int, cost_usd: float, deadline_s: float) -> float:
-        """When to check again, unless another request ends earlier. 0: the request may be sent."""
+        """The time until the next check, unless another request ends earlier. 0: the request may be sent."""
         now_s = self._clock.now_s()
         if self._budget is not None and (budget_s := self._budget.wait_s(cost_usd, now_s)):
             raise _no_budget(budget_s)
         bucket_s = self._bucket_wait_s(tokens, now_s)
-        # Running requests may return tokens when they end, so only an idle provider is certain.
+        # Running requests may return tokens when they end, so the wait is certain only without any.
         if not self.running and now_s + bucket_s > deadline_s:
             text = "this server may not ask the provider again before the deadline"
             raise failure("RATE_LIMITED", text, retry_after_s=bucket_s)

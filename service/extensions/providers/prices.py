@@ -9,15 +9,15 @@ from quire.v1 import runner_pb2
 
 # The largest number that a protobuf uint32 holds.
 MAX_TOKENS = (1 << 32) - 1
-# The average for English text and common tokenizers.
+# Average of English text with common tokenizers.
 _BYTES_PER_TOKEN = 4
-# Role and separators of a message; an upper estimate.
+# The role and separators of a message: an upper estimate.
 _TOKENS_PER_MESSAGE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """US dollars per million tokens. `cached_input_usd` None: as input."""
+    """US dollars per million tokens. `cached_input_usd` None: the same as input."""
 
     input_usd: float
     output_usd: float
@@ -56,6 +56,6 @@ def input_tokens(item: runner_pb2.ExecuteItem) -> int:
 
 
 def expected(item: runner_pb2.ExecuteItem, samples: int, max_output_tokens: int) -> runner_pb2.Usage:
-    """The estimated maximum use of a request for `samples` samples of an item, without its cost."""
+    """The estimated maximum usage of a request for `samples` samples of an item, without its cost."""
     output = (item.max_tokens or max_output_tokens) * samples
     return runner_pb2.Usage(input_tokens=input_tokens(item), output_tokens=min(output, MAX_TOKENS))

@@ -1,8 +1,8 @@
 """Routes batches to runtimes, with fallback.
 
-A request that names a runtime gets that one and no other. For all others the policy sorts the runtimes, and
-the first one runs the batch. If it has no capacity, the configuration says whether the batch is rejected,
-queued, or falls back to the next runtime.
+A request that names a runtime gets only that one. For all others the policy sorts the runtimes, and the first
+one runs the batch. If it has no capacity, the configuration decides whether the batch is rejected, queued, or
+falls back to the next runtime.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _POLICIES = {
 }
 # The bounds of the retry delay after BACKPRESSURE.
 _LEAST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
-# Another runtime may have capacity.
+# Codes of errors after which another runtime may have capacity.
 _FALLBACK_CODES = {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
-# Another runtime may support it.
+# Reasons after which another runtime may support the request.
 _FALLBACK_REASONS = {
     "UNSUPPORTED",
     "UNSUPPORTED_BY_EXECUTOR",
@@ -46,15 +46,15 @@ _FALLBACK_REASONS = {
     "SEQUENCE_TOO_LONG",
     "CONTEXT_LENGTH_EXCEEDED",
 }
-# Characters of the list of other runtimes' failures.
+# The longest list of other runtimes' failures, in characters.
 _MAX_ELSEWHERE = 512
-# The name of a runtime that refused a sample, and its error.
+# (the name of a runtime that refused a sample, its error)
 _Refusal: TypeAlias = tuple[str, status_pb2.Status]
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The configuration for batches that name no runtime."""
+    """The configuration of batches that name no runtime."""
 
     policy: Literal["order", "local-first", "cheapest"] = "order"
     # For `local-first`: when more seconds of work than this are queued locally, other runtimes come first.
@@ -65,28 +65,28 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A runtime that may run a batch, and the reason as shown to the client."""
+    """A runtime that may run a batch, and the reason for its choice as shown to the client."""
 
     runtime: Runtime
     reason: str
 
 
 class RoutingRouter(Router):
-    """Chooses for each batch among all runtimes."""
+    """Chooses a runtime for each batch."""
 
     def __init__(self, runtimes: Sequence[Runtime], routing: Routing | None = None) -> None:
         super().__init__(runtimes)
         self._routing = routing or Routing()
 
     def replace(self, runtimes: Sequence[Runtime], routing: Routing) -> None:
-        """New batches use these runtimes. Running batches stay where they are."""
+        """Uses these runtimes for new batches. Running batches stay where they are."""
         self.runtimes, self._routing = list(runtimes), routing
 
     async def _execute(self, request: runner_pb2.ExecuteRequest, batch: Batch, execution: Execution) -> None:
         if request.runtime:
             candidates = [Candidate(self.named(request.runtime), "it was asked for")]
         elif batch.resumed:
-            # Another runtime would generate another text.
+            # A kept execution can only continue on its own runtime.
             candidates = [Candidate(self.runtimes[0], "it goes on where it was begun")]
         elif any(item.HasField("cache") for item in batch.items):
             candidates = [Candidate(self.runtimes[0], "the caches are there")]
@@ -107,7 +107,7 @@ class RoutingRouter(Router):
         await candidate.runtime.execute(batch, execution)
 
     async def _candidates(self, policy: runner_pb2.RoutingPolicy, batch: Batch) -> list[Candidate]:
-        """All runtimes in the order of the policy, those in trouble last."""
+        """All runtimes in the order of the policy, but those with `trouble` last."""
         policy = policy or _POLICIES[self._routing.policy]
         if policy == runner_pb2.ROUTING_POLICY_CHEAPEST:
             candidates = await self._by_price(batch)
@@ -135,7 +135,7 @@ class RoutingRouter(Router):
         for runtime in self.runtimes:
             is_full, (cost_usd, runs_all) = _is_full(runtime, batch), await _most_usd(runtime, batch.items)
             if not runs_all:
-                # It cannot run one of the items, but maybe the others.
+                # It cannot run one of the items, but maybe others.
                 is_full, cost_usd, reason = True, 0.0, "no cheaper runtime could take it"
             elif math.isfinite(cost_usd):
                 reason = f"it costs {cost_usd:.6f} USD at most"
@@ -146,7 +146,7 @@ class RoutingRouter(Router):
 
 
 class _Fallback:
-    """Runs a batch on one runtime after another: items that one refuses go to the next.
+    """Runs a batch on several runtimes in turn: items that one refuses go to the next.
 
     It is a ChunkSink between the runtimes and the execution.
     """
@@ -154,7 +154,7 @@ class _Fallback:
     def __init__(self, candidates: Sequence[Candidate], execution: Execution) -> None:
         self._choices = candidates
         self._execution = execution
-        # Refusals of the current runtime, for items that it has not started.
+        # The current runtime's refusals, for items that it has not started.
         self._failed: dict[str, list[runner_pb2.SampleChunk]] = defaultdict(list)
         # All refusals of each sample, in order.
         self._refusals: dict[SampleKey, list[_Refusal]] = defaultdict(list)
@@ -204,7 +204,7 @@ class _Fallback:
             self._execution.put(forwarded)
 
     def _is_refusal(self, chunk: runner_pb2.SampleChunk) -> bool:
-        """Whether the sample failed before its first token, with an error that permits a fallback."""
+        """Whether a sample failed before its first token, with an error that permits a fallback."""
         return (
             (self._is_last or chunk.item_id not in self._started)
             and chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR
@@ -213,7 +213,7 @@ class _Fallback:
         )
 
     def _set_first_error(self, chunk: runner_pb2.SampleChunk, refusals: Sequence[_Refusal]) -> None:
-        """All runtimes refused a sample: it gets the first error, with a summary of the others."""
+        """Gives a sample that all runtimes refused the first error, with a summary of the others."""
         (first, error), *others = refusals
         if others:
             chunk.error.CopyFrom(_with_others(error, others))
@@ -238,7 +238,7 @@ async def _affordable(
     """The candidates within the request's cost limit. Raises ProviderFailure if there are none."""
     if not request.HasField("max_cost_usd"):
         return list(candidates)
-    # The own workers cost nothing.
+    # The server's own workers cost nothing.
     costs_usd = [
         0.0
         if candidate.runtime.describe().runtime_kind == runner_pb2.RUNTIME_KIND_LOCAL
@@ -255,7 +255,7 @@ async def _affordable(
 
 
 async def _most_usd(runtime: Runtime, items: Sequence[runner_pb2.ExecuteItem]) -> tuple[float, bool]:
-    """The most that a batch can cost (inf: unknown), and whether all items can run. Others cost nothing."""
+    """The maximum cost of a batch's items that can run (inf: unknown), and whether all of them can."""
     total_usd, runs_all, time_slice = 0.0, True, TimeSlice()
     for item in items:
         if time_slice.due:
@@ -270,7 +270,7 @@ async def _most_usd(runtime: Runtime, items: Sequence[runner_pb2.ExecuteItem]) -
 
 
 def _is_full(runtime: Runtime, batch: Batch) -> bool:
-    """Whether a batch is expected to start after its deadline; without a deadline: not at once."""
+    """Whether a batch is expected to start after its deadline; without a deadline, not at once."""
     left_s = 0.0 if batch.deadline_s is None else batch.deadline_s - time.monotonic()
     return runtime.wait_s > left_s
 

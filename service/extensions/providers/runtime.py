@@ -31,14 +31,14 @@ DIALECTS: dict[DialectName, type[Dialect]] = {
     "openai-completions": Completions,
     "anthropic-messages": Messages,
 }
-# Fields that no dialect has: providers send no token ids, and their models have no adapters of ours.
+# Fields that no dialect supports: providers send no token ids, and do not have this server's adapters.
 _UNSUPPORTED = (
     "tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id", "cache", "min_logprob", "max_entropy",
     "hidden", "chat.template", "chat.variables_json", "chat.continue_last_message",
     "chat.omit_generation_prompt", "constraint.mask", "constraint.regex", "constraint.lark",
     "special_tokens_in_text", "min_tokens", "bad_words", "answer_parts.tools_json", "experts",
 )  # fmt: skip
-# A provider's vocabulary is unknown here.
+# A provider's vocabulary is unknown.
 _LIMITS = RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
 
 
@@ -48,7 +48,7 @@ class RemoteRuntime:
     def __init__(
         self, config: ProviderConfig, clock: Clock | None = None, spending: Spending | None = None
     ) -> None:
-        """Opens no connection yet. Without `spending` the budget's use is not stored."""
+        """Opens no connection yet. Without `spending` the used budget is not stored."""
         clock = clock or Clock()
         self.config = config
         self._provider = Provider(
@@ -125,24 +125,24 @@ class RemoteRuntime:
         self,
         request: admin_pb2.LoadWeightsRequest,  # noqa: ARG002
     ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse, None]:
-        """The provider has loaded its model already."""
+        """Loads nothing: the provider serves its model already."""
         phase = admin_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
         yield admin_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
 
     async def rebuild_session(self, cause: admin_pb2.RebuildCause) -> int:  # noqa: ARG002
-        """See `Runtime`. Replaces connections, whatever the cause.
+        """See `Runtime`. Replaces the connections, for any cause.
 
-        Raises ProviderFailure: there are no credentials, and nothing has changed.
+        Raises ProviderFailure if there are no credentials; then nothing has changed.
         """
         await self._provider.connections.rebuild()
         return 1
 
     async def close(self) -> None:
-        """Closes its connections; those of running calls when the calls end."""
+        """Closes the connections. Those of running calls close when the calls end."""
         await self._provider.connections.close()
 
     async def _calls(self, item: runner_pb2.ExecuteItem, batch: Batch, sink: ChunkSink) -> list[ProviderCall]:
-        """The calls for an item. If it cannot run, puts its last chunks instead."""
+        """The calls for an item. If it cannot run, puts its final chunks and returns none."""
         deadline_s = items.deadline_s(item, batch.deadline_s, self._provider.clock.now_s())
         by_s = math.inf if deadline_s is None else deadline_s
         try:
@@ -163,7 +163,7 @@ class RemoteRuntime:
     async def _planned(
         self, item: runner_pb2.ExecuteItem
     ) -> tuple[Mapping[str, object], runner_pb2.Usage, runner_pb2.Usage]:
-        """The body of each call for an item, and the most that one call and all use. Raises QuireError."""
+        """The body of an item's calls, and the maximum usage of one call and of all. Raises QuireError."""
         await check(item, self._provider.dialect)
         calls = self._sample_groups(item)
         expected = prices.expected(item, len(calls[0]), self.config.max_output_tokens)

@@ -1,6 +1,6 @@
 """The configuration file of the remote runtimes and of routing.
 
-It is read at the start, and again when an operator asks for it. It has the fields of `Runtimes` as tables;
+It is read at the start, and again on an operator's request. Its tables are the fields of `Runtimes`;
 docs/runtimes.md has an example.
 """
 
@@ -29,7 +29,7 @@ from workers.common.trusted import require_trusted
 _log = get_logger(__name__)
 _MAX_BYTES = 1 << 20
 _LINE = re.compile(r"\(at (line \d+|end of document)")
-# The Python types that are accepted for each type of a setting.
+# The Python types that TOML values may have, by type of the setting.
 _TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,),
     bool: (bool,),
@@ -41,14 +41,14 @@ _TYPES: dict[Any, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Runtimes:
-    """The parsed file: its tables. The providers by name."""
+    """The parsed file. `providers` are by name."""
 
     routing: Routing = field(default_factory=Routing)
     runtimes: Mapping[str, ProviderConfig] = field(default_factory=dict)
 
 
 class RuntimesFile(Extension):
-    """Owner of the providers."""
+    """The extension. Owner of the providers."""
 
     def __init__(self, path: Path) -> None:
         """Raises BadRuntimes."""
@@ -59,7 +59,7 @@ class RuntimesFile(Extension):
         self.runtimes = self
 
     def open_router(self, local: Runtime, values: StoredValues) -> RoutingRouter:
-        """Makes the providers of the file, and the router. What was spent is kept in `values`."""
+        """Creates the providers of the file, and the router. Spending is stored in `values`."""
         self._spending = Spending(values)
         self._providers = self._reuse_or_create(self._configured.runtimes.values())
         self.router = RoutingRouter([local, *self._providers], self._configured.routing)
@@ -68,8 +68,8 @@ class RuntimesFile(Extension):
     async def read_again(self, renewed: str = "") -> int:
         """Applies the file as it is now. Returns how many providers were recreated.
 
-        These are the ones whose settings have changed, and `renewed`. Running batches finish with the old
-        ones. Raises BadRuntimes or RuntimeNotFound: nothing has changed.
+        These are the providers whose settings have changed, and `renewed`. Running batches finish with the
+        old ones. Raises BadRuntimes or RuntimeNotFound; then nothing has changed.
         """
         async with self._reading:
             configured = await asyncio.to_thread(load, self._path)
@@ -100,7 +100,7 @@ class RuntimesFile(Extension):
 
 
 def load(path: Path) -> Runtimes:
-    """Reads a file. Raises BadRuntimes with the line, but without contents of the file."""
+    """Reads a file. Raises BadRuntimes with the line number, but without contents of the file."""
     try:
         require_trusted(path)
         data = path.read_bytes()
@@ -122,7 +122,7 @@ def load(path: Path) -> Runtimes:
 
 
 def _dataclass(kind: type, table: Any, place: str, **given: str) -> Any:
-    """A table as a dataclass. `given`: fields that are not in the table. Raises ValueError."""
+    """Makes a dataclass of a table. `given`: fields that are not in the table. Raises ValueError."""
     table = _table(table, place)
     known = {setting.name: setting for setting in fields(kind) if setting.name not in given}
     for name in sorted(table.keys() - known.keys()):
@@ -141,14 +141,14 @@ def _dataclass(kind: type, table: Any, place: str, **given: str) -> Any:
 
 
 def _value(wanted: Any, value: Any, place: str) -> Any:
-    """A value of the file as a field of this type has it. Raises ValueError."""
+    """Converts a value of the file to the type `wanted`. Raises ValueError."""
     place = place.removeprefix(".")
     choices = get_args(wanted)
     if isinstance(wanted, type) and is_dataclass(wanted):
         return _dataclass(wanted, value, place)
     if get_origin(wanted) is Mapping:
         kind = choices[1]
-        # The name of a provider is that of its table.
+        # The name of a provider is the name of its table.
         named = [setting.name for setting in fields(kind) if setting.name == "name"]
         return {
             name: _dataclass(kind, table, f"{place}.{name}", **dict.fromkeys(named, name))

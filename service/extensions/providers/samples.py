@@ -23,25 +23,25 @@ _ID_BYTES = 12
 
 
 class Samples:
-    """The samples of one request for one item. Puts each piece of text once."""
+    """The samples of one request for one item. Puts their chunks into the sink."""
 
     def __init__(
         self, item: runner_pb2.ExecuteItem, indexes: Sequence[int], price: Prices | None, sink: ChunkSink
     ) -> None:
-        """`indexes`: the index in the item of each of the request's samples, in order."""
+        """`indexes`: the index within the item of each of the request's samples, in order."""
         self._samples = [_Sample(item.item_id, index, item.stop) for index in indexes]
         self._price = price
         self._sink = sink
-        # Whether a chunk was put out. A retry is not possible then.
+        # Whether a chunk was put, after which no retry is possible.
         self.has_put = False
         self._has_ended = False
-        # The use that the provider reported last. None: none yet.
+        # The usage that the provider reported last. None: none yet.
         self.usage: runner_pb2.Usage | None = None
         # The output tokens so far, estimated from the text.
         self.estimated_tokens = 0
 
     def take(self, update: StreamUpdate) -> None:
-        """Adds an update of the stream. Raises ProviderFailure for a sample or a call that there is not."""
+        """Applies an update of the stream. Raises ProviderFailure for an unknown sample or call."""
         if isinstance(update, runner_pb2.Usage):
             self.usage = update
             return
@@ -64,16 +64,16 @@ class Samples:
         return all(sample.is_stopped for sample in self._samples)
 
     def end(self, error: status_pb2.Status | None = None) -> None:
-        """Puts the last chunks. `error` applies to samples without a finish reason. Can be repeated.
+        """Puts the final chunks. `error` applies to samples without a finish reason.
 
-        The first call counts: a deadline can still pass while the connection is closed.
+        Further calls do nothing: a deadline can still pass while the connection is closed.
         """
         if not self._has_ended:
             self._has_ended = True
             self._put([self._counted(sample, sample.end(error)) for sample in self._samples])
 
     def _counted(self, sample: _Sample, chunk: runner_pb2.SampleChunk) -> runner_pb2.SampleChunk:
-        """Adds the usage to a sample's last chunk. The first sample reports that of the whole request."""
+        """Adds the usage to a sample's final chunk. The first sample has that of the whole request."""
         if self.usage is not None:
             if sample is not self._samples[0]:
                 chunk.usage.SetInParent()
@@ -99,7 +99,7 @@ class _Sample:
         self._text = _DECODER("replace")
         self._thoughts = _DECODER("replace")
         self._num_calls = 0
-        # The last one with each index of the provider's.
+        # The latest call with each of the provider's indexes.
         self._calls: dict[int, _Call] = {}
         self._stop = ""
         self.finish: runner_pb2.FinishReason | None = None
@@ -129,7 +129,7 @@ class _Sample:
         return chunk
 
     def end(self, error: status_pb2.Status | None) -> runner_pb2.SampleChunk:
-        """Its last chunk. Earlier chunks stay valid."""
+        """The final chunk. Earlier chunks stay valid."""
         chunk = self._chunk()
         if not self.is_stopped:
             chunk.text = self._stops.flush()
@@ -150,9 +150,9 @@ class _Sample:
         )
 
     def _tool_call(self, delta: ToolCallDelta) -> runner_pb2.ToolCall | None:
-        """The next part of a call: the first has its id and its name. Raises ProviderFailure."""
+        """The next part of a call: the first part has the id and the name. Raises ProviderFailure."""
         call, begun = self._calls.get(delta.index), dict[str, str]()
-        # Some providers repeat id and name, some have one index for several calls, and some have no ids.
+        # Some providers repeat id and name, some use one index for several calls, and some have no ids.
         if call is None or (delta.name and delta.id != call.given_id):
             if not delta.name or self._num_calls == MAX_CALLS:
                 raise malformed()
@@ -168,7 +168,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a sample. `given_id`: the provider's for it; empty: it has none."""
+    """A tool call of a sample. `given_id`: the provider's id. Empty: it has none."""
 
     index: int
     given_id: str
@@ -176,9 +176,9 @@ class _Call:
 
 
 def _push(decoder: codecs.IncrementalDecoder, text: str, *, is_last: bool = False) -> str:
-    """The text that is complete now: JSON may split a surrogate pair between two deltas.
+    """The text that is complete so far: JSON may split a surrogate pair between two deltas.
 
-    An unpaired surrogate is replaced: a protobuf string cannot hold it.
+    An unpaired surrogate is replaced, as a protobuf string cannot contain it.
     """
     return decoder.decode(text.encode("utf-16-le", "surrogatepass"), is_last)
 

@@ -14,14 +14,14 @@ from service.settings import ConfigError, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvidersSettings(ExtensionSettings):
-    """Runtimes beside this server's workers."""
+    """The setting for runtimes other than this server's workers."""
 
     runtimes: str = setting(
         "", "TOML file of providers and of the routing between runtimes", FILE, group="providers"
     )
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
-        """Raises ConfigError for a file that cannot be used."""
+        """Returns the extension. Raises ConfigError for a file that cannot be used."""
         if not self.runtimes:
             return None
         from service.extensions.providers.runtimes_file import RuntimesFile  # noqa: PLC0415 - takes time

@@ -1,7 +1,7 @@
-"""Hourly budgets of all providers, stored in the journal for the next server.
+"""Hourly budgets of all providers, stored in the journal so that they survive a restart.
 
-The expected cost of a request is stored before it is sent. So after a crash at any moment the next server
-counts at least what was spent.
+The expected cost of a request is stored before the request is sent. So after a crash at any moment the next
+server counts at least the money that was spent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from service.logging import get_logger
 
 _log = get_logger(__name__)
 _NAME = "providers/spending"
-# No request waits longer until its cost is stored.
+# The longest time that a request waits until its cost is stored.
 _LONGEST_S = 10.0
 _HOUR_S = 3600.0
 # Spending is grouped by minute, which bounds the number of entries per hour.
@@ -31,11 +31,11 @@ class HourlyBudget:
     def __init__(self, limit_usd: float) -> None:
         self.limit_usd = limit_usd
         self._reserved_usd = 0.0
-        # Spending per minute, by the time when it no longer counts.
+        # Spending of each minute, by the time when it no longer counts.
         self._spent: dict[float, float] = {}
 
     def wait_s(self, usd: float, now_s: float) -> float:
-        """When to check again; 0: the budget suffices; infinite: waiting alone does not help."""
+        """The time until the next check. 0: the budget suffices. Infinite: waiting alone does not help."""
         free_usd = self.limit_usd - self.used_usd(now_s)
         if usd <= free_usd:
             return 0.0
@@ -44,7 +44,7 @@ class HourlyBudget:
         return min(self._spent, default=math.inf) - now_s
 
     def used_usd(self, now_s: float) -> float:
-        """What was spent in the last hour, plus reservations. Drops expired entries."""
+        """The money spent in the last hour, plus reservations. Drops expired entries."""
         self._spent = {expires_s: usd for expires_s, usd in self._spent.items() if expires_s > now_s}
         return self._reserved_usd + sum(self._spent.values())
 
@@ -65,7 +65,7 @@ class HourlyBudget:
         return [(expires_s - now_s, usd) for expires_s, usd in used if usd]
 
     def restore(self, remaining_usage: Iterable[tuple[float, float]], now_s: float) -> None:
-        """Adds the use of an earlier process. No entry counts for longer than if it were spent now."""
+        """Adds the spending of an earlier process. No entry counts for longer than if it were spent now."""
         for left_s, usd in remaining_usage:
             expires_s = min(now_s + left_s, _expires_s(now_s))
             self._spent[expires_s] = self._spent.get(expires_s, 0.0) + usd
@@ -80,7 +80,7 @@ class Spending:
     """Owner of the budgets, by runtime name."""
 
     def __init__(self, values: StoredValues | None = None, clock: Clock | None = None) -> None:
-        """Restores what was spent. Without `values` nothing is stored."""
+        """Restores the spending from `values`. Without them nothing is stored."""
         self._values = StoredValues() if values is None else values
         self._clock = clock or Clock()
         self._budgets: dict[str, HourlyBudget] = {}
@@ -88,7 +88,7 @@ class Spending:
         self._restore()
 
     def budget(self, runtime: str, limit_usd: float) -> HourlyBudget:
-        """The budget of a runtime. Sets its limit."""
+        """Returns the budget of a runtime, after setting its limit."""
         budget = self._budgets.setdefault(runtime, HourlyBudget(limit_usd))
         budget.limit_usd = limit_usd
         return budget
@@ -97,7 +97,7 @@ class Spending:
         self._values.put(_NAME, self._encode())
 
     async def flush(self) -> None:
-        """Returns when the current use is stored. A failure is logged; the budgets in memory still apply."""
+        """Waits until the current state is stored. A failure is logged; the budgets in memory still apply."""
         try:
             async with asyncio.timeout(_LONGEST_S):
                 await self._values.set({_NAME: self._encode()})

@@ -1,4 +1,4 @@
-"""A span of each HTTP request that generates, around the application that handles it."""
+"""Spans of HTTP requests that generate. Wraps the application that handles them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opentelemetry.trace import Span
 from service.extensions.tracing.spans import Spans, set_error
 from service.logging import current_request_id
 
-# By path, with their operations.
+# The operation (`gen_ai.operation.name`) of each traced path.
 _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
@@ -22,10 +22,10 @@ _CLIENT_ERRORS = range(400, 500)
 
 
 class TracedHttp:
-    """An ASGI application whose requests have spans."""
+    """An ASGI application that makes a span for each request of another one."""
 
     def __init__(self, app: Any, spans: Spans) -> None:
-        """`app`: may describe its answer in the scope: `quire.answer` and, if it failed, `quire.error`."""
+        """`app`: may leave in the scope attributes of its answer, `quire.answer`, and `quire.error`."""
         self._app, self._spans = app, spans
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -46,7 +46,7 @@ class TracedHttp:
         try:
             await self._app(scope, receive, observe)
         finally:
-            # Otherwise anybody could push out the spans of callers.
+            # Otherwise unauthenticated requests could push the spans of others out of the queue.
             if status != HTTPStatus.UNAUTHORIZED:
                 _describe(span, status, scope)
                 span.end()
@@ -58,14 +58,14 @@ class TracedHttp:
 
 
 def _describe(span: Span, status: int, scope: Any) -> None:
-    """Writes how a request ended. `status`: 0 if its client left before there was one."""
+    """Sets the attributes of a request's end. `status`: 0 if the client disconnected before there was one."""
     span.set_attribute("quire.request_id", current_request_id())
     if status:
         span.set_attribute("http.response.status_code", status)
     span.set_attributes(scope.get("quire.answer", {}))
     if error := scope.get("quire.error"):
         if status in _CLIENT_ERRORS:
-            # By the convention for HTTP these are no errors of a server.
+            # By the convention for HTTP spans a 4xx is not an error of the server.
             span.set_attribute("error.type", error)
         else:
             set_error(span, error)

@@ -12,13 +12,13 @@ from service.settings import needing_extra, setting
 
 
 def _is_collector(value: str) -> bool:
-    """Whether it is the address of a collector of traces, or empty."""
+    """Whether a value is the URL of a trace collector, or empty."""
     return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingSettings(ExtensionSettings):
-    """Spans for OpenTelemetry."""
+    """The setting of spans for OpenTelemetry."""
 
     otlp_endpoint: str = setting(
         "",
@@ -28,7 +28,7 @@ class TracingSettings(ExtensionSettings):
     )
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
-        """Raises ConfigError if its libraries are not installed."""
+        """Returns the extension. Raises ConfigError if its libraries are not installed."""
         if not self.otlp_endpoint:
             return None
         with needing_extra("otel", "otlp_endpoint", self.otlp_endpoint):

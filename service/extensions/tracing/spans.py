@@ -1,6 +1,6 @@
-"""Spans of OpenTelemetry's SDK: in whose trace they are, and where they go.
+"""Creates spans with OpenTelemetry's SDK, in the traces of their callers, and exports them.
 
-The SDK decides what is recorded, by OTEL_TRACES_SAMPLER. Its thread exports batches from a bounded queue.
+OTEL_TRACES_SAMPLER decides which spans are recorded. The SDK's thread exports batches from a bounded queue.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from service.logging import bind_trace_id
 from service.outbound import is_this_machine
 from workers.common.protocol import DIRECT
 
-# How long a collector may take to speak HTTP/2. By default 20 s, for which the end of the process would wait.
+# How long a connection attempt may take. The default of 20 s would delay the end of the process.
 _CHANNEL_OPTIONS: Any = (("grpc.min_reconnect_backoff_ms", 2_000),)
-# What the collector gets of the last spans, when the server stops.
+# How long the export of the last spans may take when the server stops.
 _CLOSE_S = 2.0
 _CARRIED = (TRACEPARENT, "tracestate")
-# It warns of each header that is invalid, or too long; of some with their text.
+# It logs a warning for each invalid header, sometimes with its contents.
 logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
 class Spans:
-    """Makes spans of calls. Owner of the SDK's provider, its thread and its connection."""
+    """Creates spans. Owner of the SDK's provider, its thread and its connection."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: the collector's URL. Connections are made, and made again, when it exports."""
+        """`endpoint`: the collector's URL. It is connected to, and reconnected, by exports."""
         is_here = is_this_machine(urlsplit(endpoint).hostname or "")
         options = (*_CHANNEL_OPTIONS, DIRECT) if is_here else _CHANNEL_OPTIONS
         self._exporter = OTLPSpanExporter(endpoint=endpoint, channel_options=options)
         own = {"service.name": "quire", "service.version": metadata.version("quire-llm-server")}
-        # The environment comes first.
+        # Variables of the environment override our own.
         resource = Resource.create(own).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
@@ -53,16 +53,16 @@ class Spans:
     def begin(
         self, name: str, attributes: Mapping[str, str | int], pairs: Iterable[tuple[str, Any]]
     ) -> Span | None:
-        """A new span of a call with these pairs of metadata, in its caller's trace. None: it is not recorded.
+        """Starts the span of a call, in the trace that its metadata `pairs` name. None: it is not recorded.
 
-        Binds the trace for the log and for calls to others.
+        Binds the trace for the log and for calls to other servers.
         """
         carried = {key: value for key, value in pairs if key in _CARRIED and isinstance(value, str)}
-        # Empty: not the context of this task, in which there may be another span.
+        # An empty context, since that of this task may have another span.
         parent = self._propagator.extract(carried, Context()) if carried else Context()
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
         found = span.get_span_context()
-        # It is not with OTEL_SDK_DISABLED.
+        # Not valid with OTEL_SDK_DISABLED.
         if found.is_valid:
             trace = format_trace_id(found.trace_id)
             bind_trace_id(trace)
@@ -79,6 +79,6 @@ class Spans:
 
 
 def set_error(span: Span, reason: str) -> None:
-    """The call, or a part of it, has failed. The last reason is kept."""
+    """Marks a span as failed. Of several reasons the last one is kept."""
     span.set_attribute("error.type", reason)
     span.set_status(Status(StatusCode.ERROR, reason))

@@ -1,6 +1,6 @@
-"""Attributes of the spans of Session and Execute: sums over their answers, and a bounded number of events.
+"""Span attributes of Session and Execute: sums over their answers, and a bounded number of events.
 
-Each stands in for the call's context, and reads what is written to it. Nothing is kept per token.
+Each class wraps the call's context and reads the messages written to it. Nothing is stored per token.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from quire.v1 import executor_pb2, runner_pb2
 
 from service.extensions.tracing.spans import set_error
 
-# Failures that are events. All are counted.
+# The most failures that become events. All are counted.
 _MAX_EVENTS = 32
 
 
 class TracedStream:
-    """The context of a stream of answers, whose `write` also tells its span."""
+    """Wraps the context of a stream of answers: its `write` also updates the span."""
 
     def __init__(self, context: Any, span: Span) -> None:
         self._context, self._span, self._write = context, span, context.write
-        # Asked for with each call on a Session.
+        # Used with each call on a Session.
         self.time_remaining = context.time_remaining
         self._has_begun = False
         self._failures = 0
@@ -39,7 +39,7 @@ class TracedStream:
         self._span.add_event(event)
 
     def _fail(self, status: status_pb2.Status) -> str:
-        """Counts a failure, and returns its reason."""
+        """Counts a failure. Returns its reason."""
         reason = reason_of(status)
         self._failures += 1
         if self._failures <= _MAX_EVENTS:
@@ -48,7 +48,7 @@ class TracedStream:
 
 
 class TracedSession(TracedStream):
-    """A Session: how many calls were answered, when the first was, and which failed."""
+    """The span of a Session: the number of answered calls, when the first was answered, and failures."""
 
     _answers = 0
 
@@ -68,7 +68,7 @@ class TracedSession(TracedStream):
 
 
 class TracedExecute(TracedStream):
-    """An Execute: its model, its runtime, its tokens, the first of them, and which samples failed."""
+    """The span of an Execute: model, runtime, numbers of tokens, when the first came, and failed samples."""
 
     _input_tokens = _output_tokens = 0
 
@@ -89,7 +89,7 @@ class TracedExecute(TracedStream):
     def _end(self, chunk: runner_pb2.SampleChunk) -> None:
         self._output_tokens += chunk.usage.output_tokens
         if not chunk.sample:
-            # The samples of an item share its prompt.
+            # The samples of an item share its prompt, so it is counted once.
             self._input_tokens += chunk.usage.input_tokens
         if chunk.HasField("error"):
             set_error(self._span, self._fail(chunk.error))
@@ -101,11 +101,11 @@ class TracedExecute(TracedStream):
         self._span.set_attribute("gen_ai.usage.output_tokens", self._output_tokens)
 
 
-# By the name of the method.
+# The class for each method with a stream.
 STREAMS: dict[str, type[TracedSession | TracedExecute]] = {"Session": TracedSession, "Execute": TracedExecute}
 
 
 def reason_of(status: status_pb2.Status) -> str:
-    """The reason in an error's details. Empty if there is none."""
+    """The reason in a status's details. Empty if there is none."""
     info = error_details_pb2.ErrorInfo()
     return next((info.reason for detail in status.details if detail.Unpack(info)), "")

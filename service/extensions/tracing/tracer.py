@@ -1,4 +1,4 @@
-"""A span of each call. It has no contents of requests, and nothing that names a tenant or a cache."""
+"""A span for each call. Spans have no contents of requests, and nothing that names a tenant or a cache."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from service.extensions.tracing.spans import Spans, set_error
 from service.extensions.tracing.streams import STREAMS, reason_of
 from service.logging import current_request_id
 
-# Without these, a caller could name spans as it likes.
+# Only these get spans: otherwise a caller could give spans any name.
 _METHODS = methods_of(admin_pb2, executor_pb2, runner_pb2)
 _CODE = "rpc.grpc.status_code"
 
 
 class Tracing(Extension):
-    """Spans of calls and of HTTP requests."""
+    """The extension: spans of calls and of HTTP requests."""
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: the collector's URL."""
@@ -36,7 +36,7 @@ class Tracing(Extension):
         self._spans.close()
 
     def _traced(self, method: str, behaviour: Behaviour) -> Behaviour:
-        """A behaviour whose calls have spans. Health checks and reflection have none."""
+        """Returns a wrapper of a behaviour that makes spans; none for health checks and reflection."""
         if method not in _METHODS:
             return behaviour
         service, name = _METHODS[method].containing_service.full_name, _METHODS[method].name
@@ -57,7 +57,7 @@ class Tracing(Extension):
                 code = _describe(span, error, context)
                 raise
             finally:
-                # Otherwise anybody could push out the spans of callers.
+                # Otherwise unauthenticated calls could push the spans of others out of the queue.
                 if code is not grpc.StatusCode.UNAUTHENTICATED:
                     if stream is not None:
                         stream.finish()
@@ -68,7 +68,7 @@ class Tracing(Extension):
 
 
 def _describe(span: Span, error: BaseException, context: Any) -> grpc.StatusCode:
-    """Writes why a call failed. Returns its code, which was sent already."""
+    """Sets the attributes of a failed call. Returns its status code, which was sent already."""
     code = grpc.StatusCode.CANCELLED if isinstance(error, asyncio.CancelledError) else context.code()
     code = code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
     if code is not grpc.StatusCode.CANCELLED:

@@ -37,7 +37,7 @@ _TOOL_CHOICES = {
 
 
 class Messages(Dialect):
-    """The API's only kind of request."""
+    """The Messages API."""
 
     kind = runner_pb2.RUNTIME_KIND_ANTHROPIC_MESSAGES
     path = "/messages"
@@ -51,7 +51,7 @@ class Messages(Dialect):
         super().__init__(runtime)
         self._usage = runner_pb2.Usage()
         self._tools = 0
-        # The index of the tool call of each content block.
+        # The index of the tool call that each content block has.
         self._tool_of_block: dict[int, int] = {}
 
     @staticmethod
@@ -68,7 +68,7 @@ class Messages(Dialect):
             "max_tokens": item.max_tokens or config.max_output_tokens,
             "messages": messages,
         }
-        # Its default. Newer models take none together with top_p, and some no other.
+        # 1 is the API's default. Newer models refuse temperature beside top_p, and some any other value.
         if item.sampling.temperature != 1:
             body["temperature"] = rounded(item.sampling.temperature)
         if system:
@@ -77,7 +77,7 @@ class Messages(Dialect):
             body["top_p"] = rounded(item.sampling.top_p)
         if item.sampling.top_k:
             body["top_k"] = item.sampling.top_k
-        # The API refuses whitespace-only stop texts. The gateway itself looks for all stop texts.
+        # The API refuses stop texts of whitespace. The gateway itself checks for all stop texts.
         stops = [stop for stop in item.stop if stop.strip()]
         if stops:
             body["stop_sequences"] = stops
@@ -122,7 +122,7 @@ class Messages(Dialect):
         return [Delta(text=delta.text("text"), thoughts=delta.text("thinking"))]
 
     def _count(self, data: Fields) -> runner_pb2.Usage:
-        """Updates the usage. Counts are cumulative; a count that is not repeated stays."""
+        """Updates the usage. Counts are cumulative; a count that is missing stays the same."""
         if data.has("input_tokens"):
             cached = data.count("cache_read_input_tokens")
             new = data.count("input_tokens") + data.count("cache_creation_input_tokens")
@@ -142,7 +142,7 @@ def _end(delta: Fields) -> Delta:
 
 
 def _messages(item: runner_pb2.ExecuteItem) -> tuple[str, list[dict[str, object]]]:
-    """The system prompt, which is a field of its own, and the messages."""
+    """The system prompt, which is a separate field, and the messages."""
     if item.HasField("text"):
         return "", [{"role": "user", "content": item.text}]
     system: list[str] = []

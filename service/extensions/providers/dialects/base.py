@@ -26,7 +26,7 @@ _MAX_UINT32 = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of a sample's tool call with this index. Strings may be split inside a surrogate pair."""
+    """An update of the tool call with this index. Strings may be split inside a surrogate pair."""
 
     index: int
     id: str = ""
@@ -36,19 +36,19 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of one sample."""
+    """An update of one sample."""
 
     sample: int = 0
     text: str = ""
     logprobs: Sequence[float] = ()
     tool_calls: Sequence[ToolCallDelta] = ()
     thoughts: str = ""
-    # Why it ended, if it has.
+    # Why the sample ended, if it has.
     finish: runner_pb2.FinishReason = runner_pb2.FINISH_REASON_UNSPECIFIED
     stop: str = ""
 
 
-# A part of an event: more of a sample, or the usage of the request. The last usage counts.
+# A part of an event: an update of a sample, or the usage of the request. The last usage counts.
 StreamUpdate: TypeAlias = Delta | runner_pb2.Usage
 
 
@@ -60,11 +60,11 @@ class Dialect(ABC):
     path: ClassVar[str]
     # Whether one request can ask for several samples.
     takes_n: ClassVar[bool]
-    # The fields of an item for which it has none.
+    # The fields of an item that the API has no equivalent for.
     unsupported_fields: ClassVar[Sequence[str]]
 
     def __init__(self, runtime: str) -> None:
-        """`runtime`: its name, for the log."""
+        """`runtime`: the runtime's name, for the log."""
         self._runtime = runtime
         # Whether the event that ends the stream has come.
         self.is_done = False
@@ -72,12 +72,12 @@ class Dialect(ABC):
     @staticmethod
     @abstractmethod
     def headers(secret: str) -> Mapping[str, str]:
-        """The headers of a request with these credentials (empty: none)."""
+        """The headers of a request with these credentials. Empty `secret`: no credentials."""
 
     @staticmethod
     @abstractmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:
-        """The body of a request for a number of samples of a checked item.
+        """The body of a request for `samples` samples of a checked item.
 
         Raises InvalidArgument, and ProviderFailure for features that the provider lacks.
         """
@@ -87,28 +87,28 @@ class Dialect(ABC):
         """The updates in the data of an event. Raises ProviderFailure."""
 
 
-# Values of fields with presence that are as if the field were unset.
+# Values of optional fields that mean the same as an unset field.
 _NEUTRAL = {f"sampling.{setting.name}": setting.neutral for setting in SETTINGS}
 
 
 def sampling_fields_but(*names: str) -> tuple[str, ...]:
-    """The fields of `sampling` other than these, for `Dialect.unsupported_fields`."""
+    """All fields of `sampling` but these, for `Dialect.unsupported_fields`."""
     fields = types_pb2.SamplingParams.DESCRIPTOR.fields
     return tuple(f"sampling.{field.name}" for field in fields if field.name not in names)
 
 
 def rounded(value: float) -> float:
-    """A setting as it was given, which as a float32 has more digits."""
+    """A float32 setting with the digits that the caller gave, without those added by the conversion."""
     return round(value, 6)
 
 
 def unsupported(field: str) -> NoReturn:
-    """Raises ProviderFailure: the dialect lacks the feature of this field of the item."""
+    """Raises ProviderFailure: the dialect does not support this field of the item."""
     raise ProviderFailure("UNSUPPORTED", f"{field}: this runtime's provider cannot do it", field=field)
 
 
 def refuse(item: runner_pb2.ExecuteItem, fields: Sequence[str]) -> None:
-    """Raises ProviderFailure if one of these fields is set, and not to a value that changes nothing."""
+    """Raises ProviderFailure if one of these fields is set to a value that would have an effect."""
     for path in fields:
         *parents, name = path.split(".")
         message = functools.reduce(getattr, parents, item)
@@ -119,10 +119,10 @@ def refuse(item: runner_pb2.ExecuteItem, fields: Sequence[str]) -> None:
 
 
 def parsed_json(text: str, reason: str, field: str) -> Any:
-    """Parses JSON from a caller, to be sent to the provider. Raises InvalidArgument."""
+    """Parses JSON from a caller that will be sent to the provider. Raises InvalidArgument."""
     value = bounded_json.parse(text, reason, field)
     try:
-        # Infinite numbers and unpaired surrogates can be parsed but not written.
+        # Infinite numbers and unpaired surrogates can be parsed but not encoded.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         raise InvalidArgument(reason, field, "is not JSON") from None
@@ -184,7 +184,7 @@ class Fields:
 
 
 def logprob(value: object) -> float:
-    """A log-probability. Null is 0: some providers send it for the first token of a text."""
+    """A log-probability. Null, which some providers send for the first token of a text, becomes 0."""
     if value is None:
         return 0.0
     if type(value) not in (int, float):

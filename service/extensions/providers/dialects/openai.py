@@ -25,10 +25,10 @@ from service.extensions.providers.dialects.base import (
 from service.extensions.providers.failures import stream_error
 from service.text.bounded_json import openai_messages, tools_of
 
-# OpenAI's limit. The gateway itself looks for all stop texts.
+# OpenAI's limit. The gateway itself checks for all stop texts.
 MAX_STOPS = 4
 _MAX_BIAS = 100.0
-# The settings that OpenAI's API has. All others are extensions of other providers.
+# The sampling settings of OpenAI's API. All others are extensions of other providers.
 _OWN_SETTINGS = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 _FINISHES = {
     "stop": runner_pb2.FINISH_REASON_STOP,
@@ -45,7 +45,7 @@ _TOOL_CHOICES = {
 
 
 def _common_fields(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> dict[str, object]:
-    """The fields of a request that both dialects have."""
+    """The fields of a request that both APIs have."""
     body: dict[str, object] = {
         "model": config.model,
         "stream": True,
@@ -77,7 +77,7 @@ def _bias(bias: float) -> float:
 
 
 def _extensions(item: runner_pb2.ExecuteItem, config: ProviderConfig) -> dict[str, object]:
-    """Fields that only some providers have. Values that change nothing are left out."""
+    """Fields that only some providers have. Values without an effect are left out."""
     wanted: dict[str, object] = {}
     for setting in SETTINGS:
         if setting.name not in _OWN_SETTINGS and item.sampling.HasField(setting.name):
@@ -104,7 +104,7 @@ def _messages(item: runner_pb2.ExecuteItem) -> list[dict[str, Any]]:
 
 
 class _OpenAI(Dialect):
-    """Either API. A subclass reads a choice."""
+    """The common part of both APIs. A subclass reads the choices."""
 
     takes_n = True
 
@@ -172,7 +172,7 @@ class ChatCompletions(_OpenAI):
                 logprob(token.value("logprob")) for token in choice.fields("logprobs").objects("content")
             ],
             tool_calls=[_tool_call(call) for call in data.objects("tool_calls")],
-            # Two names of servers that return them.
+            # Servers use one of two names.
             thoughts=data.text("reasoning_content") or data.text("reasoning"),
             finish=finish,
         )
@@ -212,7 +212,7 @@ class Completions(_OpenAI):
         body["prompt"] = list(item.tokens.token_ids) if item.HasField("tokens") else item.text
         body["max_tokens"] = item.max_tokens or config.max_output_tokens
         if item.logprobs:
-            # 0 alternatives: only those of the chosen tokens.
+            # 0 alternatives: only the log-probabilities of the chosen tokens.
             body["logprobs"] = 0
         return body
 
@@ -226,7 +226,7 @@ class Completions(_OpenAI):
 
 
 def _finish(choice: Fields) -> runner_pb2.FinishReason:
-    """Why a choice ended, if it has. An unknown reason counts as STOP."""
+    """The finish reason of a choice, if it has ended. An unknown reason counts as STOP."""
     reason = choice.text("finish_reason")
     if not reason:
         return runner_pb2.FINISH_REASON_UNSPECIFIED
