@@ -2,8 +2,7 @@
 
 Every such limit is a named `Budget` of `Budgets`. A call takes an amount before it does the work, and gives
 it back in any case. If there is no room, it is refused with the budget's error. Each tenant has `Budgets` of
-its
-own: its shares.
+its own: its shares.
 
 Not here: the quotas of tenants, which the operator sets (`caches/tenants.py`), and resources that calls wait
 for instead of being refused (`turns.py`).

@@ -5,8 +5,7 @@ inputs so far is one value, `Effects`, which only the loop in `_carry_out` takes
 order that makes it safe:
 
 1. Commands are sent first, so that workers compute while the journal is written. No command depends on
-records
-   that are not durable: an operation begins when the records of those before it on its caches are durable.
+   records that are not durable: an operation begins when the records of those before it on its caches are.
 2. All records go to the journal as one commit. They become durable together, or none of them does.
 3. Replies come last. They depend on no records that are not durable.
 
@@ -80,6 +79,7 @@ class Dispatcher:
         self._carrying_out = False
         # Whether there was an input since effects were last taken.
         self._has_input = False
+        self._is_closed = False
 
     # Requests.
 
@@ -167,8 +167,10 @@ class Dispatcher:
         """Refuses new operations. Those in flight continue."""
         self.caches.admission.draining = True
 
-    def close(self) -> None:
-        self.caches.close()
+    def close(self, refusal: type[QuireError]) -> None:
+        """See `CacheMachine.close`. It is called last."""
+        self._is_closed = True
+        self.caches.close(refusal)
         self._answer(self.caches.take_effects().replies)
 
     def expire(self, entries: Iterable[CacheEntry]) -> int:
@@ -300,6 +302,9 @@ class Dispatcher:
         _log.error("a step of a turn failed", exc_info=error)
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
+        if self._is_closed:
+            # Their callers were told that the outcome is unknown.
+            return
         if durable:
             self.caches.committed(tickets, self._clock_s())
         else:

@@ -24,6 +24,7 @@ from service.auth.tls import server_credentials
 from service.config import Config
 from service.core import Core
 from service.data_directory import data_directory
+from service.errors import Draining
 from service.extension import Extension, GatewayParts, OtherGateways, RuntimeSource, open_extensions
 from service.handshakes import Handshakes, has_spoken
 from service.listening import actual_address, binding
@@ -275,9 +276,13 @@ class Gateway:
         await self.server.stop(_FINAL_GRACE_S)
 
     async def fail(self) -> None:
-        """Ends after a failure: refuses new calls, and sends the answers that there are."""
+        """Ends after a failure: refuses new calls, and tells those in flight, which nobody will answer."""
         self.state.draining = True
         self.health.on_change()
+        # Executions end first, or their samples would fail. The next gateway resumes kept ones.
+        await self.runner.executions.drain(0)
+        self.core.dispatcher.start_draining()
+        self.core.dispatcher.close(Draining)
         await self._refuse_waiting_calls()
         await self.server.stop(_FINAL_GRACE_S)
 

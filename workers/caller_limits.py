@@ -3,10 +3,9 @@
 All callers of a step wait until it ends. So a caller with hundreds of short forwards delays all others, and a
 prompt delays those that decode. There are two limits. Neither applies to a caller that is alone:
 
-- The short forwards of a caller in a step get at most as much as those of all callers that want less
-  together;
-  or the *free cost* if that is more, which is the cost that makes an empty step half as long again. A caller
-  that wants up to a quarter more than its share gets all of it.
+- The short forwards of a caller in a step get at most as much as those of all callers that want less get
+  together, or the *free cost* if that is more: the cost that makes an empty step half as long again. A caller
+  that wants up to a quarter more than its share gets all that it wants.
 - In steps with decodes of other callers, and shortly after, prompts get about as much time as the decodes.
 
 If reading the weights takes longer than computing, hundreds of decodes delay the others by nothing, and no

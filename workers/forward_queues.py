@@ -179,8 +179,7 @@ class ForwardQueues:
             left: The capacity of the step without its plain decodes.
             shares: For each caller whose short forwards are limited, the cost that it may still use.
             plain: The cost of the step's plain decodes by caller. None: the step is launched behind the
-            running
-                one, and its decodes are counted when it runs.
+                running one, and its decodes are counted when it runs.
         """
         self._steps += 1
         short, long = self.short, self.long

@@ -20,8 +20,7 @@ from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
-# What an answer is made of: the operation, the worker's answer, how many tokens were kept, the kept path of a
-# tree.
+# The parts of an answer: the operation, the worker's answer, how many tokens were kept, a tree's kept path.
 _Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
 
@@ -113,8 +112,7 @@ class Appends(BaseHandler[Append]):
             raise reused_request_id()
         stated = request.weights
         if not (request.cache_id or stated is None or self._parts.weights.current(stated) == state.weights):
-            # It was checked before the weights were replaced, and another request has created the cache
-            # since.
+            # It was checked before the weights were replaced. Since then another request created the cache.
             raise WeightsChanged(can_be_repeated=True)
         if creates_again:
             position = 0

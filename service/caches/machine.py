@@ -15,6 +15,7 @@ if it is lost, it is replayed when it is next needed.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,8 @@ from service.caches.records import Record, numbers_of
 from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
-from service.errors import GatewayUnavailable, QuireError, ShardMoved, WeightsChanged, WorkerLost
+from service.errors import GatewayUnavailable, QuireError, WeightsChanged, WorkerLost
+from service.lease import Lease
 
 
 class CacheMachine(OperationQueues):
@@ -177,8 +179,7 @@ class CacheMachine(OperationQueues):
     def _begin_again(self, operations: Sequence[Operation], failure: QuireError | None = None) -> None:
         """Begins operations whose attempts have ended. `failure`: why they failed; None: they did not."""
         for operation in operations:
-            # Ending an earlier one may have begun a fork that releases this cache. Then this one waits for
-            # it.
+            # Ending an earlier one may have begun a fork that releases this cache, for which this one waits.
             if operation.state is not WAITING:
                 is_over = (
                     self._attempts.begin_again(operation)
@@ -284,17 +285,20 @@ class CacheMachine(OperationQueues):
         """A write takes too long: no new operations are accepted until it is durable."""
         self.admission.journal_works = False
 
-    def close(self) -> None:
-        """Another gateway took over the caches: takes them out of all counts, and fails all operations.
+    def close(self, refusal: type[QuireError]) -> None:
+        """Takes the caches out of all counts, and fails all operations: the gateway ends, or lost them.
 
-        Only that gateway knows whether records that are with the journal were applied.
+        Operations that were not applied fail with `refusal`. Only the next gateway knows whether records that
+        are with the journal were applied.
         """
         operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
         for operation in operations:
             is_unknown = operation.state is COMMITTING
-            self._finish([(operation, GatewayUnavailable() if is_unknown else ShardMoved())])
+            self._finish([(operation, GatewayUnavailable() if is_unknown else refusal())])
         self.admission.remove(entries)
+        # Nothing begins any more, not even what is always admitted.
+        self.admission.lease = Lease(valid_until_s=-math.inf)
 
     # State.
 

@@ -227,6 +227,11 @@ def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
         raise HubError(f"{hub_id} cannot be served: {problem}")
     if any(fnmatchcase(name, _WEIGHTS) for name in sizes):
         return
+    if any(name.endswith(".safetensors") for name in sizes) and not other_format(sizes):
+        raise HubError(
+            f"{hub_id} cannot be served by its name: no file is {_WEIGHTS}; if another one has its weights,"
+            f" `hf download {hub_id}`, and name the directory that it prints"
+        )
     if any(name.endswith(_PICKLES) for name in sizes):
         raise HubError(
             f"{hub_id} cannot be served: its weights are pickles only, which run code when they are loaded;"

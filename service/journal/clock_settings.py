@@ -51,8 +51,11 @@ class ClockSettings:
 
 
 async def note_clock_settings(values: StoredValues) -> None:
-    """Stores the time of the boot, and again whenever the clock was set, until cancelled."""
-    while True:
+    """Stores the time of the boot, and again whenever the clock was set, until cancelled.
+
+    Nothing is stored without a boot id.
+    """
+    while any(boot_id()):
         moved_s = _moved_s(values.get(_NAME))
         if moved_s is None or abs(moved_s) > _TOLERANCE_S:
             values.put(_NAME, _LAYOUT.pack(boot_id(), _booted_s()))

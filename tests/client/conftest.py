@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 from quire.cli.main import main
@@ -23,10 +24,26 @@ def target(executor: FakeExecutor) -> Iterator[str]:
         yield address
 
 
+class Printed(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+Quire = Callable[..., Printed]
+
+
 @pytest.fixture
-def quire(target: str) -> Callable[..., int]:
+def quire(target: str, capsys: pytest.CaptureFixture[str]) -> Quire:
     """The command line, which asks the fake server."""
-    return lambda *arguments: main([*arguments, "--target", target])
+
+    def run(*arguments: str) -> Printed:
+        status = main([*arguments, "--target", target])
+        return Printed(status, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

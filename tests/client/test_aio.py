@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import grpc
 import pytest
 from quire import (
     AsyncCache,
@@ -138,6 +139,24 @@ async def test_caches_whose_ids_nobody_got_are_released(make: Callable[..., Any]
             executor.may_answer.set()
         # A client that is closed has waited for it.
         assert [*executor.caches] == [cache.detach()]
+
+
+async def test_a_close_that_is_cancelled_closes_the_connection() -> None:
+    """While it waits for the call of a cancelled task. Before, the connection stayed."""
+    executor = Slow()
+    with serving(executor) as target:
+        client = AsyncClient(target)
+        task = asyncio.create_task(client.prefill([1]))
+        assert await asyncio.to_thread(executor.has_begun.wait, 60)
+        task.cancel()
+        await asyncio.wait([task])
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        executor.may_answer.set()
+        with pytest.raises(grpc.aio.UsageError):
+            await client.prefill([1])
 
 
 async def test_a_release_that_is_cancelled_at_once_is_made(target: str, executor: FakeExecutor) -> None:

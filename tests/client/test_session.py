@@ -127,13 +127,22 @@ def test_calls_beyond_the_bound_wait(gateway: GatewayProcess, client: Client) ->
         client.session(max_in_flight=0)
 
 
+def test_a_time_limit_is_a_number(client: Client) -> None:
+    """Before, each such call took one of the places of those in flight, for good."""
+    with client.session(max_in_flight=1) as session:
+        for caller in (client, session):
+            with pytest.raises(ValueError, match="timeout_s is a number"):
+                caller.prefill([1], timeout_s=math.nan)
+        session.prefill([1], timeout_s=60).release()
+
+
 def test_a_step_that_took_too_long_can_be_repeated(gateway: GatewayProcess) -> None:
-    with Client(gateway.address, timeout_s=0.3) as hasty, hasty.session(max_in_flight=1) as session:
+    with Client(gateway.address) as client, client.session(max_in_flight=1) as session:
         cache = session.prefill(prompt_of(0))
         with held_back(gateway):
             for _ in range(2):  # The second does not even get its turn.
                 with pytest.raises(DeadlineExceeded):
-                    cache.decode(token_of(0, 0), output=TOP)
+                    cache.decode(token_of(0, 0), output=TOP, timeout_s=0.3)
         gateway.wait_until(in_flight(gateway, 0))
         again = cache.decode(token_of(0, 0), output=TOP)
         assert [top_of(again)] == unary_answers(0, 1)
@@ -141,12 +150,12 @@ def test_a_step_that_took_too_long_can_be_repeated(gateway: GatewayProcess) -> N
 
 
 def test_a_prefill_that_nobody_waited_for_leaves_no_cache(gateway: GatewayProcess) -> None:
-    with Client(gateway.address, timeout_s=0.2) as hasty, hasty.session() as session:
+    with Client(gateway.address) as client, client.session() as session:
         with held_back(gateway):
             with pytest.raises(DeadlineExceeded):
-                session.prefill(prompt_of(0))
+                session.prefill(prompt_of(0), timeout_s=0.2)
             with pytest.raises(DeadlineExceeded):
-                session.prefill(prompt_of(1), request_id="mine")
+                session.prefill(prompt_of(1), request_id="mine", timeout_s=0.2)
         # The second can be asked for again, so it stays.
         gateway.wait_until(in_flight(gateway, 0))
         gateway.wait_until(lambda: gateway.status().caches == 1)

@@ -108,6 +108,9 @@ def test_completions_of_several_prompts(gateway: HttpGateway, client: Any) -> No
     assert found == texts
     one = client.completions.create(model="talker", prompt="a", temperature=0)
     assert one.usage is not None and one.usage.completion_tokens == 16, "the default of OpenAI's API"
+    for unnamed in (openai.omit, ""):
+        same = client.completions.create(model=unnamed, prompt="a", temperature=0)
+        assert (same.model, same.choices) == (one.model, one.choices)
 
 
 def test_samples_depend_on_seeds_and_end_at_stop_texts(client: Any) -> None:
@@ -181,7 +184,7 @@ def test_logprobs(client: Any) -> None:
         ({"tool_choice": "required"}, "tool_choice", "bad_tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "bad_field"),
         ({"temprature": 1}, "temprature", "unknown_field"),
-        ({"model": None}, "model", "bad_field"),
+        ({"model": ["talker"]}, "model", "bad_field"),
     ],
 )
 def test_invalid_requests_are_refused(client: Any, settings: dict[str, Any], param: str, code: str) -> None:

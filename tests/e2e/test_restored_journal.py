@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
+from quire.v1 import executor_pb2, runner_pb2
 
 from service.journal.segments import JOURNAL
 from tests.e2e import greedy
@@ -98,3 +101,35 @@ def test_an_older_copy_of_the_files_is_noticed_by_the_next_commit(tmp_path: Path
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         gateway.wait_until_ready()
         text.decode_again(gateway, known=10)
+
+
+def test_calls_in_flight_are_told_that_the_gateway_ends(tmp_path: Path) -> None:
+    """Before, gRPC dropped them with CANCELLED, which clients do not repeat."""
+    flags = [*FLAGS, "--data-dir", str(tmp_path)]
+    with GatewayProcess(model="paged-attention", workers=1, flags=flags) as gateway:
+        text, other = Text(gateway), Text(gateway)
+        workers = gateway.worker_processes()
+        for worker in workers:
+            worker.suspend()
+        request = executor_pb2.DecodeRequest(cache_id=text.cache_id, token_id=1, position=len(text.prompt))
+        decode = gateway.stub.Decode.future(request, timeout=60)
+        prompt = runner_pb2.TokenPrompt(token_ids=[1, 2])
+        item = runner_pb2.ExecuteItem(item_id="a", tokens=prompt, max_tokens=2)
+        keep = duration_pb2.Duration(seconds=60)
+        execution = gateway.runner.Execute(
+            runner_pb2.ExecuteRequest(request_id="kept", items=[item], keep=keep), timeout=60
+        )
+        gateway.wait_until_in_flight(2)
+        (segment,) = (tmp_path / JOURNAL).glob("*.log")
+        os.truncate(segment, segment.stat().st_size - 1)
+        with pytest.raises(grpc.RpcError):
+            other.release()
+        with pytest.raises(grpc.RpcError) as refused:
+            decode.result()
+        expected = grpc.StatusCode.UNAVAILABLE, "DRAINING"
+        assert (refused.value.code(), info_of(refused.value).reason) == expected
+        # The stream ends, and not its sample: the next gateway can go on with it.
+        with pytest.raises(grpc.RpcError) as broken:
+            assert not [chunk for response in execution for chunk in response.chunks]
+        assert (broken.value.code(), info_of(broken.value).reason) == expected
+        assert gateway.process.wait(60) == 1

@@ -10,7 +10,7 @@ import pytest
 from service import dispatcher as dispatcher_module
 from service.caches.requests import Fork, Release, Renew, Request, Truncate
 from service.dispatcher import Outcome
-from service.errors import CacheNotFound, JournalUnavailable, QuireError
+from service.errors import CacheNotFound, Draining, JournalUnavailable, QuireError
 from service.lease import Lease
 from tests.sim.harness import Gateway, decode, prefill
 from workers.common import worker_pb2
@@ -118,6 +118,15 @@ async def test_without_a_certain_lease_nothing_is_answered_from_memory(bench: Be
     lease.valid_until_s = math.inf
     (found,) = await bench.dispatcher.run([decode("unknown", 4)])
     assert isinstance(found, CacheNotFound)
+
+
+async def test_a_gateway_that_ends_begins_nothing(bench: Bench) -> None:
+    """Not even what is always admitted. Before, a release got no answer, since its commit was ignored."""
+    cache = bench.create(1)
+    bench.dispatcher.close(Draining)
+    async with asyncio.timeout(10):
+        found = await bench.dispatcher.run([Renew(cache), Release(cache)])
+    assert [type(outcome) for outcome in found] == [JournalUnavailable] * 2
 
 
 async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(bench: Bench) -> None:

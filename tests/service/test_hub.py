@@ -249,6 +249,7 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
         (SMALL | {"pytorch_model.bin": b"p"}, "its weights are pickles only, which run code"),
         (SMALL | {"consolidated.00.pth": b"p"}, "its weights are pickles only, which run code"),
         (SMALL, "it has no weights in safetensors"),
+        (SMALL | {"gptq_model-4bit-128g.safetensors": b"g"}, "no file is model*.safetensors; if another one"),
         (SMALL | {"model.gguf": b"g"}, "has GGUF files: name one of them, such as org/model:Q4_K_M"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}, "it is a LoRA adapter (PEFT)"),
         (WEIGHTS, "it has no config.json"),

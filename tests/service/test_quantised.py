@@ -79,6 +79,10 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
         setting(text_config={"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 32}}),
         "quantization_config (awq): bits: must be 4, got 8",
     ),
+    "of the text part of InternVL": (
+        setting(llm_config={"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 32}}),
+        "quantization_config (awq): bits: must be 4, got 8",
+    ),
     "tensors of GPTQ and AWQ": (
         with_tensor("model.layers.0.mlp.up_proj.qweight", PACKED),
         "by the tensors of model.safetensors, and config.json does not say how",

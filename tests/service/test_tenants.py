@@ -210,7 +210,7 @@ def test_a_tenant_holds_nothing_of_a_shard_that_another_gateway_has(gateway: Sha
     ]
     gateway.dispatcher.start(requests, found.extend, 1, alice)
     assert (alice.caches, alice.in_flight, found) == (4, 6, [])
-    gateway.dispatcher.close()
+    gateway.dispatcher.close(ShardMoved)
     assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
     # The release is with the journal: nobody here knows what became of it.
     reasons = [type(outcome) for _, outcome in found]

@@ -194,6 +194,15 @@ def test_the_text_part_of_internvl_as_its_makers_publish_it(tmp_path: Path) -> N
     )
 
 
+def test_a_projection_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    directory, _ = published(tmp_path, "internlm2")
+    file = directory / "model.safetensors"
+    twice = {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64)}
+    save_file(load_file(file) | twice, file)
+    with pytest.raises(ModelError, match=r"attention\.wqkv\.weight is also there as .*q_proj\.weight"):
+        load_decoder(directory)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "says"),
     [

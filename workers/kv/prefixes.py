@@ -13,8 +13,7 @@ class Prefixes:
 
     Attributes:
         generation: Incremented with each replacement of the weights, by the table. Pages of sequences of
-        earlier
-            generations are no longer shared.
+            earlier generations are no longer shared.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:

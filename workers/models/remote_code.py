@@ -196,7 +196,7 @@ def with_projections_apart(
         by_groups: See `_Type`.
 
     Raises:
-        ModelError: The rows of a matrix do not fit the config.
+        ModelError: A projection exists twice, or the rows of a matrix do not fit the config.
     """
     found: dict[str, StoredTensor] = {}
     for name, entry in tensors.items():
@@ -206,10 +206,13 @@ def with_projections_apart(
         parts = _rows(settings, by_groups=by_groups)
         rows = sum(len(each) for ranges in parts.values() for each in ranges)
         if entry.shape[:1] != (rows,):
-            must = f"shape {list(entry.shape)}, but the config asks for {rows} rows"
-            raise ModelError(f"{entry.file}: tensor {entry.name} has {must}")
+            shapes = f"shape {list(entry.shape)}, but the config asks for {rows} rows"
+            raise ModelError(f"{entry.file}: tensor {entry.name} has {shapes}")
         for part, ranges in parts.items():
-            found[name.replace(FUSED, f".self_attn.{part}.")] = RowRanges(entry, *ranges)
+            new = name.replace(FUSED, f".self_attn.{part}.")
+            if new in tensors:
+                raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {tensors[new].name}")
+            found[new] = RowRanges(entry, *ranges)
     return found
 
 

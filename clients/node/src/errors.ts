@@ -204,7 +204,7 @@ export function errorFromCall(error: ServiceError, proxy = ""): QuireError {
  */
 export function isOfConnection(error: QuireError, signal: AbortSignal | undefined): boolean {
   if (error instanceof Cancelled && signal?.aborted) return false;
-  const isBrokenOff = (error instanceof Cancelled || error instanceof InternalError) && !error.reason;
+  const isBrokenOff = [status.CANCELLED, status.INTERNAL, status.UNKNOWN].includes(error.code) && !error.reason;
   return isBrokenOff || error instanceof Unavailable;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 import warnings
 from collections.abc import Iterable, Sequence
@@ -67,9 +68,11 @@ class Verified:
 def limit_s(own_s: float | None, default_s: float | None) -> float | None:
     """The timeout of a call: its own, or else the client's. None: there is none, as for more than a year.
 
-    gRPC would take the end of infinite time for one that has passed.
+    gRPC would take the end of infinite time for one that has passed. Raises ValueError if it is not a number.
     """
     timeout_s = default_s if own_s is None else own_s
+    if timeout_s is not None and math.isnan(timeout_s):
+        raise ValueError("timeout_s is a number of seconds, not nan")
     return None if timeout_s is None or timeout_s > _LONGEST_TIMEOUT_S else timeout_s
 
 

@@ -313,9 +313,11 @@ class AsyncClient(AsyncServerCalls):
     async def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
         self._is_closed = True
-        await self._answers.close()
-        for channel in self._channels.values():
-            await channel.close()
+        try:
+            await self._answers.close()
+        finally:
+            for channel in self._channels.values():
+                await channel.close()
 
     async def __aenter__(self) -> Self:
         return self

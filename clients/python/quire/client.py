@@ -313,9 +313,11 @@ class Client(ServerCalls):
     def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
         self._is_closed = True
-        self._answers.close()
-        for channel in self._channels.values():
-            channel.close()
+        try:
+            self._answers.close()
+        finally:
+            for channel in self._channels.values():
+                channel.close()
 
     def __enter__(self) -> Self:
         return self

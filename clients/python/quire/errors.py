@@ -162,6 +162,9 @@ _BY_CODE: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 
+# Without a reason.
+_BROKEN_OFF = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
 
 def from_status(status: status_pb2.Status) -> QuireError:
     """The exception for a google.rpc.Status, such as that of a failed item of a batch."""
@@ -214,7 +217,7 @@ def is_of_connection(error: QuireError) -> bool:
     Then a call that is safe to repeat can succeed. An error of the server itself has a reason. Without one it
     is gRPC's, as of a server that stops before it has read the call, or that of a proxy.
     """
-    is_broken_off = isinstance(error, Cancelled | InternalError) and not error.reason
+    is_broken_off = error.code in _BROKEN_OFF and not error.reason
     return is_broken_off or isinstance(error, Unavailable)
 
 

@@ -14,6 +14,7 @@ from service.api.grpc_services import new_server
 from service.api.server_state import ServerState
 from service.completion import wait_until
 from service.config import Config
+from service.errors import ShardMoved
 from service.extension import Extension, GatewayParts, ServedShard
 from service.extensions.gateways.forwarding import Forwarding
 from service.extensions.gateways.peers import PeerInterceptor, Peers
@@ -125,5 +126,5 @@ class FurtherShard:
 
     def close(self) -> None:
         self._core.runner.executions.end_all()
-        self._core.dispatcher.close()
+        self._core.dispatcher.close(ShardMoved)
         self._core.close()

@@ -174,7 +174,7 @@ def score(fields: Fields, models: Models) -> EmbeddingRequest:
 
 def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:
     """The Embed without its inputs, the model's name, and the most tokens of a prompt. Used by all routes."""
-    model = models.resolve(fields.required("model"), needs_text=False)
+    model = models.resolve(fields.get("model", string), needs_text=False)
     if not model.is_local:
         raise unsupported("model", "a provider's models make no embeddings here")
     embed = runner_pb2.EmbedRequest(

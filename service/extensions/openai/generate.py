@@ -34,7 +34,6 @@ from service.extensions.openai.requests import (
 )
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.routed_experts import NONE, routed_experts
-from service.runtimes.local import NAME
 
 _MAX_IDS = 1 << 20
 _IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
@@ -67,7 +66,7 @@ def generate(
     `routed_experts`. Raises InvalidArgument, and whatever `resolve` raises.
     """
     fields = Fields(value)
-    model = resolve(fields.get("model", string) or NAME)
+    model = resolve(fields.get("model", string))
     if not model.is_local:
         raise unsupported("model", "a provider takes and returns no token ids")
     # vLLM does not use a model's recommended settings here, so they are not used.

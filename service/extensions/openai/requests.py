@@ -111,7 +111,7 @@ class CompletionRequest:
 
 
 # Finds the runtime for the name of a model.
-ResolveModel = Callable[[str], ResolvedModel]
+ResolveModel = Callable[[str | None], ResolvedModel]
 
 
 def completion(
@@ -122,7 +122,7 @@ def completion(
     `max_bytes`: the limit for all copies of its settings: each prompt but the first needs one.
     """
     fields = Fields(value)
-    model = resolve(fields.required("model"))
+    model = resolve(fields.get("model", string))
     shared = new_item(model)
     common = _common(fields, model, COMPLETION, experts_form)
     shared.experts = common["experts"] is not None
@@ -172,7 +172,7 @@ def completion(
 def chat(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
     """Parses a request to /v1/chat/completions. Raises InvalidArgument, and whatever `resolve` raises."""
     fields = Fields(value)
-    model = resolve(fields.required("model"))
+    model = resolve(fields.get("model", string))
     item = new_item(model)
     set_fields(item, fields, CHAT)
     if not item.chat.messages:

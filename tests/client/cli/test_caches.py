@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
+from tests.client.conftest import Quire
 from tests.fake_executor import FakeExecutor
 
 
@@ -17,9 +17,8 @@ def executor() -> FakeExecutor:
     return executor
 
 
-def test_status_as_json(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert quire("status", "--json") == 0
-    (line,) = capsys.readouterr().out.splitlines()
+def test_status_as_json(quire: Quire) -> None:
+    (line,) = quire("status", "--json").out.splitlines()
     status = json.loads(line)
     assert (status["version"], status["state"], status["caches"]) == ("9.9.9", "SERVER_STATE_SERVING", 0)
     assert [worker["state"] for worker in status["workers"]] == [
@@ -28,11 +27,8 @@ def test_status_as_json(quire: Callable[..., int], capsys: pytest.CaptureFixture
     ]
 
 
-def test_caches_are_listed_page_by_page(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quire("caches", "list") == 0
-    header, *rows = capsys.readouterr().out.splitlines()
+def test_caches_are_listed_page_by_page(quire: Quire, executor: FakeExecutor) -> None:
+    header, *rows = quire("caches", "list").out.splitlines()
     assert header.split() == ["cache", "tokens", "worker", "expires"]
     assert [row.split() for row in rows[:2]] == [
         ["kv_1", "1", "worker-0", "2033-05-18T03:33:20+00:00"],
@@ -42,23 +38,23 @@ def test_caches_are_listed_page_by_page(
     assert len(executor.calls["ListCaches"]) == 3
 
 
-def test_caches_are_released_by_id(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quire("caches", "release", "kv_2", "kv_4") == 0
-    assert capsys.readouterr() == ("released 2 of 2 caches\n", "")
+def test_caches_are_released_by_id(quire: Quire, executor: FakeExecutor) -> None:
+    assert quire("caches", "release", "kv_2", "kv_4") == (0, "released 2 of 2 caches\n", "")
     assert list(executor.caches) == ["kv_1", "kv_3", "kv_5"]
-    assert quire("caches", "release", "kv_2", "kv_3") == 1
-    assert capsys.readouterr() == ("released 1 of 2 caches\n", "quire: not known: kv_2\n")
+    assert quire("caches", "release", "kv_2", "kv_3") == (
+        1,
+        "released 1 of 2 caches\n",
+        "quire: not known: kv_2\n",
+    )
 
 
-def test_all_caches_are_released_once_that_is_confirmed(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quire("caches", "release", "--all") == 2
-    assert capsys.readouterr() == ("", "quire: --all releases all of your caches (5): add --yes\n")
+def test_all_caches_are_released_once_that_is_confirmed(quire: Quire, executor: FakeExecutor) -> None:
+    assert quire("caches", "release", "--all") == (
+        2,
+        "",
+        "quire: --all releases all of your caches (5): add --yes\n",
+    )
     assert len(executor.caches) == 5
-    assert quire("caches", "release", "--all", "--yes") == 0
-    assert capsys.readouterr().out == "released 5 of 5 caches\n"
+    assert quire("caches", "release", "--all", "--yes") == (0, "released 5 of 5 caches\n", "")
     assert executor.caches == {}
-    assert quire("caches", "release", "--all") == 0, "there is nothing to confirm"
+    assert quire("caches", "release", "--all").status == 0, "there is nothing to confirm"

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.checkout import environment
 from tests.chat_templates import QWEN, byte_tokenizer
+from tests.client.conftest import Quire
 from tests.fake_executor import EOS, FakeExecutor, rich_status
 from tests.http_proxy import http_proxy
 from tests.quire_command import run
@@ -43,88 +43,70 @@ def executor() -> FakeExecutor:
     return executor
 
 
-def test_generate_continues_a_text(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_continues_a_text(quire: Quire, executor: FakeExecutor) -> None:
     executor.script = [*ids("46 é€"), EOS]
-    assert quire("generate", "12+34=") == 0
-    assert capsys.readouterr().out == "46 é€\n"
+    assert quire("generate", "12+34=") == (0, "46 é€\n", "")
     assert executor.prompts == [ids("12+34=")], "one call for all tokens"
     assert executor.caches == {}
 
 
 def test_generate_reads_the_prompt_from_standard_input(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    quire: Quire, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n=\n".encode())))
-    assert quire("generate", "-", "--max-tokens", "1") == 0
+    assert quire("generate", "-", "--max-tokens", "1").status == 0
     assert executor.prompts == [ids("é\n=")], "as from a shell's $(...), without the last newline"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    assert quire("generate", "-") == 2
-    assert "the prompt holds bytes that are not UTF-8" in capsys.readouterr().err
+    assert quire("generate", "-") == (2, "", "quire: the prompt holds bytes that are not UTF-8\n")
 
 
 def test_generate_stops_at_max_tokens_and_at_the_end_of_the_context(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+    quire: Quire, executor: FakeExecutor
 ) -> None:
     executor.script = ids("abcdefgh")
-    assert quire("generate", "x", "--max-tokens", "3") == 0
-    assert capsys.readouterr().out == "abc\n"
+    assert quire("generate", "x", "--max-tokens", "3") == (0, "abc\n", "")
     executor.max_seq_len = 3
-    assert quire("generate", "x") == 0
-    assert capsys.readouterr().out == "abc\n"
+    assert quire("generate", "x") == (0, "abc\n", "")
 
 
-def test_generate_warns_of_what_the_tokenizer_does_not_know(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_warns_of_what_the_tokenizer_does_not_know(quire: Quire, executor: FakeExecutor) -> None:
     letters = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     executor.tokenizer_json = letters.to_str().encode()
     executor.script = [1, EOS]
-    assert quire("generate", "ab") == 0
-    assert capsys.readouterr().err == ""
-    assert quire("generate", "abxé\x1bx") == 0
-    assert capsys.readouterr().err == "quire: warning: the model's tokenizer does not know: x é \\x1b\n"
+    assert quire("generate", "ab") == (0, " a\n", "")
+    warning = "quire: warning: the model's tokenizer does not know: x é \\x1b\n"
+    assert quire("generate", "abxé\x1bx") == (0, " a\n", warning)
 
 
-def test_generate_takes_and_shows_token_ids(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_takes_and_shows_token_ids(quire: Quire, executor: FakeExecutor) -> None:
     executor.tokenizer_json = b""
     executor.script = [5, 6, 7]
-    assert quire("generate", "--tokens", "1,2,3", "--max-tokens", "3") == 0
-    assert capsys.readouterr().out == "5 6 7 \n"
+    assert quire("generate", "--tokens", "1,2,3", "--max-tokens", "3") == (0, "5 6 7 \n", "")
     assert executor.prompts == [[1, 2, 3]]
     executor.script = [5, EOS]
-    assert quire("generate", "--tokens", "1,2,3") == 0
-    assert capsys.readouterr().out == "5 \n", "the token that only says that it ends is not shown"
+    # The token that only says that it ends is not shown.
+    assert quire("generate", "--tokens", "1,2,3") == (0, "5 \n", "")
 
 
-def test_generate_shows_logprobs(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_shows_logprobs(quire: Quire, executor: FakeExecutor) -> None:
     executor.script = ids("aé")
-    assert quire("generate", "x", "--max-tokens", "3", "--logprobs") == 0
     a, first, second = ids("aé")
-    assert capsys.readouterr().out == f"{a}\t-0.5000\t'a'\n{first}\t-0.5000\t''\n{second}\t-0.5000\t'é'\n"
+    lines = f"{a}\t-0.5000\t'a'\n{first}\t-0.5000\t''\n{second}\t-0.5000\t'é'\n"
+    assert quire("generate", "x", "--max-tokens", "3", "--logprobs") == (0, lines, "")
     assert executor.calls["Execute"][0].items[0].logprobs
     executor.script = [first, EOS]
-    assert quire("generate", "x", "--logprobs") == 0
-    assert capsys.readouterr().out == f"{first}\t-0.5000\t''\n\t\t'\ufffd'\n"
+    assert quire("generate", "x", "--logprobs") == (0, f"{first}\t-0.5000\t''\n\t\t'\ufffd'\n", "")
 
 
 def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
-    quire: Callable[..., int], executor: FakeExecutor
+    quire: Quire, executor: FakeExecutor
 ) -> None:
     own = types_pb2.SamplingParams(temperature=0.5, top_k=20, top_p=0.25, repetition_penalty=1.5)
     executor.sampling_defaults = own
-    assert quire("generate", "x", "--max-tokens", "1") == 0
-    assert quire("generate", "x", "--max-tokens", "1", "--temperature", "0", "--seed", "3") == 0
-    assert quire("generate", "x", "--max-tokens", "1", "--top-k", "0", "--typical-p", "0.5") == 0
+    assert quire("generate", "x", "--max-tokens", "1").status == 0
+    assert quire("generate", "x", "--max-tokens", "1", "--temperature", "0", "--seed", "3").status == 0
+    assert quire("generate", "x", "--max-tokens", "1", "--top-k", "0", "--typical-p", "0.5").status == 0
     plain, greedy, other = (request.items[0].sampling for request in executor.calls["Execute"])
     assert plain == own
     own.temperature, own.seed = 0, 3
@@ -159,10 +141,10 @@ USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     ],
 )
 def test_generate_writes_a_message_as_the_chat_template_says(
-    quire: Callable[..., int], executor: FakeExecutor, flags: list[str], prompt: str
+    quire: Quire, executor: FakeExecutor, flags: list[str], prompt: str
 ) -> None:
     executor.chat_template = types_pb2.ChatTemplate(sources={"default": QWEN})
-    assert quire("generate", "2 < 3?", "--max-tokens", "1", *flags) == 0
+    assert quire("generate", "2 < 3?", "--max-tokens", "1", *flags).status == 0
     assert executor.prompts == [ids(prompt)]
 
 
@@ -179,25 +161,17 @@ def test_generate_writes_a_message_as_the_chat_template_says(
     ],
 )
 def test_a_prompt_that_makes_no_sense_is_refused(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
+    quire: Quire, executor: FakeExecutor, arguments: list[str], said: str
 ) -> None:
-    assert quire("generate", *arguments) == 2
-    assert capsys.readouterr() == ("", f"quire: {said}\n")
+    assert quire("generate", *arguments) == (2, "", f"quire: {said}\n")
     assert executor.calls["Execute"] == []
 
 
-def test_a_template_that_refuses_is_told_in_a_line(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_that_refuses_is_told_in_a_line(quire: Quire, executor: FakeExecutor) -> None:
     executor.chat_template = types_pb2.ChatTemplate(sources={"default": "{{ raise_exception('no\x1b[2J') }}"})
-    assert quire("generate", "x") == 2
     said = "quire: the model's chat template failed: no\\x1b[2J; --raw sends the text as it is\n"
-    assert capsys.readouterr() == ("", said)
-    assert quire("generate", "x", "--raw", "--max-tokens", "1") == 0
+    assert quire("generate", "x") == (2, "", said)
+    assert quire("generate", "x", "--raw", "--max-tokens", "1").status == 0
 
 
 @pytest.mark.parametrize(
@@ -210,54 +184,40 @@ def test_a_template_that_refuses_is_told_in_a_line(
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_told_in_a_line(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    model: dict[str, object],
-    prompt: list[str],
+    quire: Quire, executor: FakeExecutor, model: dict[str, object], prompt: list[str]
 ) -> None:
     executor.tokenizer_json = json.dumps({"model": model}).encode()
-    assert quire("generate", *prompt) == 1
-    said = capsys.readouterr().err
+    status, _, said = quire("generate", *prompt)
+    assert status == 1
     assert said.startswith("quire: the model's tokenizer.json cannot be used: ") and said.count("\n") == 1
 
 
-def test_a_failure_is_told_in_a_line(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_is_told_in_a_line(quire: Quire, executor: FakeExecutor) -> None:
     executor.fail("Step", rich_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_EXHAUSTED", "no pages"))
-    assert quire("generate", "x") == 1
-    assert capsys.readouterr() == ("", "quire: RESOURCE_EXHAUSTED KV_EXHAUSTED no pages\n")
+    assert quire("generate", "x") == (1, "", "quire: RESOURCE_EXHAUSTED KV_EXHAUSTED no pages\n")
     executor.fail("Execute", rich_status(grpc.StatusCode.INVALID_ARGUMENT, "BAD_SAMPLING", "top_p"))
-    assert quire("generate", "x") == 1
-    assert capsys.readouterr() == ("", "quire: INVALID_ARGUMENT BAD_SAMPLING top_p\n")
+    assert quire("generate", "x") == (1, "", "quire: INVALID_ARGUMENT BAD_SAMPLING top_p\n")
     assert executor.ended.wait(timeout=60)
     assert executor.caches == {}
 
 
 def test_generate_waits_for_a_worker(
-    quire: Callable[..., int],
-    executor: FakeExecutor,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    quire: Quire, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_worker = rich_status(grpc.StatusCode.UNAVAILABLE, "NO_WORKER", "no worker is ready")
     monkeypatch.setattr(connecting, "_POLL_INTERVAL_S", 0.0)
     executor.script = [*ids("46"), EOS]
     for method in ("GetModelInfo", "GetModelInfo", "Execute"):
         executor.fail(method, no_worker)
-    assert quire("generate", "x") == 0
-    out, err = capsys.readouterr()
     waiting = "quire: waiting for a worker: loading 42%\n"
-    assert (out, err) == ("46\n", waiting * 2), "told once for each wait"
+    assert quire("generate", "x") == (0, "46\n", waiting * 2), "told once for each wait"
     executor.fail("GetModelInfo", no_worker)
     executor.fail("GetStatus", rich_status(grpc.StatusCode.PERMISSION_DENIED, "ROLE_MISSING"))
-    assert quire("generate", "x") == 0, "a token that may not ask how far it is waits, too"
-    assert capsys.readouterr() == ("46\n", "quire: waiting for a worker to load\n")
+    said = "quire: waiting for a worker to load\n"
+    assert quire("generate", "x") == (0, "46\n", said), "a token that may not ask how far it is waits, too"
     monkeypatch.setattr(connecting, "_WORKER_TIMEOUT_S", -1.0)
     executor.fail("GetModelInfo", no_worker)
-    assert quire("generate", "x") == 1
-    assert capsys.readouterr().err == "quire: UNAVAILABLE NO_WORKER no worker is ready\n"
+    assert quire("generate", "x") == (1, "", "quire: UNAVAILABLE NO_WORKER no worker is ready\n")
 
 
 @pytest.mark.parametrize("flag", ["--cert", "--key"])
@@ -337,12 +297,10 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"quire {metadata.version('quire-llm')}\n"
 
 
-def test_what_only_the_server_can_tell_exits_with_2_too(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_the_server_can_tell_exits_with_2_too(quire: Quire, executor: FakeExecutor) -> None:
     executor.tokenizer_json = b""
-    assert quire("generate", "text") == 2
-    assert "give token ids with --tokens" in capsys.readouterr().err
+    status, _, said = quire("generate", "text")
+    assert status == 2 and "give token ids with --tokens" in said
 
 
 @pytest.mark.parametrize(
@@ -381,9 +339,8 @@ def test_a_target_without_a_port_means_the_default_port(
     assert asked == 2 * meant.split(",")
 
 
-def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert quire("status") == 0
-    summary, *in_use, header, worker, starting, products = capsys.readouterr().out.splitlines()
+def test_status_shows_a_table(quire: Quire) -> None:
+    summary, *in_use, header, worker, starting, products = quire("status").out.splitlines()
     assert summary.startswith("serving  version 9.9.9  up 1m01s")
     assert in_use[0].startswith("0 connections  0 sessions") and in_use[-1].endswith("0 refused")
     cells = dict(zip(split(header), split(worker), strict=True))
@@ -398,15 +355,12 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
     assert products == "matrix products of worker-0: torch: this CPU has no AVX2"
 
 
-def test_status_counts_the_adapters_in_memory_if_there_are_any(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_counts_the_adapters_in_memory_if_there_are_any(quire: Quire, executor: FakeExecutor) -> None:
     executor.resident = {"worker-0": ["sql", "chat"], "worker-1": [], "worker-2": ["sql"]}
-    assert quire("status") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "LoRA adapters in memory: 2 (worker-0), 1 (worker-2)"
+    assert quire("status").out.splitlines()[-1] == "LoRA adapters in memory: 2 (worker-0), 1 (worker-2)"
     executor.resident = {"worker-0": [], "worker-1": []}
-    assert quire("status") == 0
-    assert "LoRA" not in capsys.readouterr().out
+    status, shown, _ = quire("status")
+    assert status == 0 and "LoRA" not in shown
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
@@ -463,16 +417,13 @@ def test_a_reader_that_leaves_is_not_an_error(target: str, executor: FakeExecuto
 ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\r[bold]"
 
 
-def test_what_a_server_sends_does_not_move_the_terminal(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_server_sends_does_not_move_the_terminal(quire: Quire, executor: FakeExecutor) -> None:
     executor.script = [*ids("a\x1b[31mb\r\n\tc\x07"), EOS]
-    assert quire("generate", "x") == 0
-    assert capsys.readouterr().out == "a[31mb\n\tc\n"
+    assert quire("generate", "x") == (0, "a[31mb\n\tc\n", "")
     for method in ("Execute", "Step"):
         executor.fail(method, rich_status(grpc.StatusCode.INTERNAL, ATTACK, ATTACK))
-        assert quire("generate", "x") == 1
-        assert capsys.readouterr().err[:-1].isprintable()
+        status, _, said = quire("generate", "x")
+        assert status == 1 and said[:-1].isprintable()
 
 
 def test_a_status_does_not_move_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,14 +435,14 @@ def test_a_status_does_not_move_the_terminal_either(capsys: pytest.CaptureFixtur
 
 
 def test_the_token_goes_with_every_call(
-    quire: Callable[..., int], executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+    quire: Quire, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor.script = [*ids("a"), EOS]
-    assert quire("generate", "x", "--token", "secret") == 0
+    assert quire("generate", "x", "--token", "secret").status == 0
     assert executor.authorizations == {"Bearer secret"}
     executor.authorizations.clear()
     monkeypatch.setenv("QUIRE_TOKEN", "other")
-    assert quire("generate", "x") == 0
+    assert quire("generate", "x").status == 0
     assert executor.authorizations == {"Bearer other"}
 
 

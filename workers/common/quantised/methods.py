@@ -27,7 +27,8 @@ from workers.common.quantised.scheme import (
 SETTING: Final = "quantization_config"
 # Where else a config may say it: an older spelling of compressed-tensors.
 _OTHER_SETTING: Final = "compression_config"
-_TEXT: Final = "text_config"
+# The settings of a text part; the second: of InternVL, as its makers publish it.
+_TEXTS: Final = ("text_config", "llm_config")
 
 # Where tools of 2023 wrote it, AutoGPTQ and AutoAWQ, and by which method.
 _FILES: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -208,8 +209,9 @@ def is_quantised(settings: Mapping[str, object]) -> bool:
 
 def _said(settings: Mapping[str, object]) -> tuple[str, object] | None:
     """The setting that says it, and what. MLX also writes its own into `SETTING`, without a method."""
-    text = settings.get(_TEXT)
-    for part in (settings, text if isinstance(text, Mapping) else {}):
+    for part in (settings, *map(settings.get, _TEXTS)):
+        if not isinstance(part, Mapping):
+            continue
         if found := next(filter(part.get, (mlx.SETTING, SETTING, _OTHER_SETTING)), ""):
             return found, part[found]
     return None
