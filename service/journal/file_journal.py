@@ -82,7 +82,7 @@ class FileJournal(StoredJournal):
                 # Another program wrote to the file. Checking all frames takes long: leave it to the thread.
                 pass
             except BaseException as error:
-                # Of any type: the commit fails, and later ones can be written.
+                # An exception of any type fails the commit, and later ones can be written.
                 self._warn("a write to the journal failed", error)
                 return False
             finally:
@@ -220,7 +220,7 @@ class FileJournal(StoredJournal):
             self._loss = str(error)
             self._call_soon(self._loop, self._lost.set)
         except BaseException as error:
-            # Of any type: the commits are reported as failed, and later ones can be written.
+            # An exception of any type fails the commits, and later ones can be written.
             self._warn("a write to the journal failed", error)
         return False
 

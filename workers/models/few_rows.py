@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 # The most layers that are measured. Their weights are much larger than the device's cache.
 _LAYERS = 32
 _REPEATS = 3
-# Of ways whose times differ by less than this factor the first is taken, so that all starts choose the same.
+# If times differ by less than this factor, the first way is taken, so that all starts choose the same.
 _TIE = 1.03
 # The numbers of rows that are measured.
 _ROW_CLASSES = tuple(1 << exponent for exponent in range(MOST_ROWS.bit_length()))

@@ -41,7 +41,7 @@ STOP, LEAVE_WORKERS = b"s", b"l"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is particular to one of the gateways of a host.
+    """The identity of one of the gateways of a host.
 
     Attributes:
         directory: Its data directory. None: nothing survives it.
