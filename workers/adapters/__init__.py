@@ -1,1 +1,1 @@
-"""LoRA adapters: read from directories, and kept in the slots of a model."""
+"""LoRA adapters: reading them from directories, and managing them in the slots of a model."""

@@ -1,7 +1,7 @@
 """Reads an adapter: adapter_config.json and adapter_model.safetensors, with LoRA in PEFT's layout.
 
-A directory may be hostile: nothing in it is run, and all is checked before memory is allocated. What is not
-plain LoRA is refused by name. Does not know models beyond the shapes of their projections, nor slots.
+A directory may be hostile: nothing in it is run, and everything is checked before memory is allocated.
+Anything but plain LoRA is refused by name. Knows no slots, and of models only the shapes of projections.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Adapter:
     """An adapter that fits a model.
 
     Attributes:
-        weights: By the names of the model's modules; float32, owned by the caller.
+        weights: The pairs by the names of the model's modules; float32, owned by the caller.
         rank: The largest rank; 0: it is a steering vector.
-        identity: Of the directory when it was read; see `identity`.
-        steering: What it adds after layers, by layer; likewise.
+        identity: The identity of the directory when it was read; see `identity`.
+        steering: The vectors added after layers, by layer; float32, owned by the caller.
     """
 
     weights: LoraWeights
@@ -40,11 +40,11 @@ class Adapter:
 
 
 def read_adapter(directory: Path, model: Adaptable, *, max_rank: int, max_bytes: int) -> Adapter:
-    """Read a directory. Takes `max_bytes` of memory and a few MiB.
+    """Read an adapter. Takes at most `max_bytes` of memory and a few MiB.
 
     Args:
         directory: The adapter. Its two files may be links, as in a snapshot of the hub.
-        model: What adapters of the model may have.
+        model: The parts of the model that adapters may change.
         max_rank: The largest rank that is allowed.
         max_bytes: The most memory that the weights may take, as float32.
 
@@ -81,14 +81,14 @@ def read_adapter(directory: Path, model: Adaptable, *, max_rank: int, max_bytes:
 
 
 def _unchanged(directory: Path, adapter: Adapter) -> Adapter:
-    """What was read, unless files have changed meanwhile. Raises AdapterError."""
+    """Returns the adapter. Raises AdapterError if files have changed since it was read."""
     if identity(directory) != adapter.identity:
         raise AdapterError("has changed while it was read: try again when no process writes to it")
     return adapter
 
 
 def identity(directory: Path) -> str:
-    """Changes when a file of an adapter is written to or replaced. Takes microseconds.
+    """A text that changes when a file of an adapter is written to or replaced. Takes microseconds.
 
     Raises AdapterError if a file is missing.
     """
@@ -118,7 +118,7 @@ def _check_targets(settings: LoraSettings, pairs: Mapping[str, PairEntries], mod
     of_experts = {module for stack in model.stacks.values() for expert in stack.modules for module in expert}
     if settings.is_dora and not pairs.keys().isdisjoint({*of_experts, *model.stacks}):
         raise AdapterError(f"use_dora: DoRA of experts is not supported: {MERGE}")
-    # To the library that saved it experts were no modules, if none has an adapter of its own.
+    # If no expert has an adapter of its own, experts were no modules for the library that saved it.
     left_out = of_experts if of_experts.isdisjoint(pairs) else set()
     modules = [module for module in model.modules if module not in left_out]
     for setting, every, is_named in (
@@ -136,7 +136,7 @@ def _check_targets(settings: LoraSettings, pairs: Mapping[str, PairEntries], mod
 
 
 def _scale(settings: LoraSettings, pair: PairEntries, max_rank: int) -> float:
-    """The factor of a module's B A. Raises AdapterError for a rank that is wrong or too large."""
+    """The factor of a module's B A. Raises AdapterError for a wrong or too large rank."""
     rank = settings.rank_of(pair.name)
     if rank != pair.rank:
         raise AdapterError(

@@ -28,8 +28,8 @@ _READ = names(
     target_modules target_parameters exclude_modules layers_to_transform layers_pattern
     """
 )
-# Without effect at any value: the origin of the file, training, and settings of what is refused by itself.
-# Whole modules are, by their tensors.
+# Settings without an effect: the origin of the file, training, and settings of features that are refused
+# otherwise, such as whole modules, by their tensors.
 _WITHOUT_EFFECT = names(
     """
     auto_mapping base_model_name_or_path revision peft_version inference_mode lora_dropout runtime_config
@@ -46,14 +46,14 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """What a config says of the adapted modules. Names of modules are those of the directory.
+    """The settings of the adapted modules. Names of modules are those in the directory.
 
     Attributes:
         rank: The rank of modules that no pattern of ranks matches.
-        alpha: The same for alpha.
+        alpha: The alpha of modules that no pattern of alphas matches.
         is_rank_stabilized: The scale is alpha / sqrt(rank) instead of alpha / rank.
-        is_dora: Each output of an adapted module is scaled to a magnitude of its own (DoRA).
-        ranks: Patterns and ranks; the first that matches a module counts.
+        is_dora: Each output of an adapted module is scaled to its own magnitude (DoRA).
+        ranks: Pairs (pattern, rank); the first that matches a module counts.
         alphas: The same for alpha.
         targets: The modules that are adapted.
     """
@@ -104,7 +104,7 @@ def read_settings(directory: Path) -> LoraSettings:
 
 
 def _check_kind(settings: Mapping[str, object]) -> None:
-    """Raises AdapterError unless it is LoRA for a language model, without biases, and the model as it is."""
+    """Raises AdapterError unless it is LoRA for an unchanged language model, without biases."""
     for name, wanted, is_optional in (
         ("peft_type", "LORA", False),
         ("task_type", "CAUSAL_LM", True),
@@ -124,7 +124,7 @@ def _check_kind(settings: Mapping[str, object]) -> None:
 
 
 def _check_keys(settings: Mapping[str, object]) -> None:
-    """Raises AdapterError for a setting that might change what is computed."""
+    """Raises AdapterError for a setting that might change the result."""
     for name in sorted(settings.keys() - _READ - _WITHOUT_EFFECT):
         value = settings[name]
         if value:

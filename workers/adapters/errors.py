@@ -1,6 +1,6 @@
-"""The error for an adapter that is refused, and how its messages quote what a directory contains.
+"""The error for a refused adapter, and quotes of a directory's contents in its messages.
 
-A message is shown to clients, so it names files of the directory without the directory.
+Messages are shown to clients, so they name files without their directory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _MAX_QUOTED = 100
 class AdapterError(Exception):
     """An adapter is not usable with the model.
 
-    The message is one printable line of at most 300 characters, whatever it quotes. It names the file, and
-    the setting or tensor at fault.
+    The message is always one printable line of at most 300 characters. It names the file, and the setting or
+    tensor at fault.
     """
 
     def __init__(self, message: str) -> None:
@@ -29,7 +29,7 @@ class AdapterError(Exception):
 
 
 def quoted(value: object) -> str:
-    """A value of a directory for a message, cut if it is long."""
+    """A value of a directory for a message, truncated if it is long."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except RecursionError:  # nested almost as deeply as the parser allows

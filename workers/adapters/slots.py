@@ -1,4 +1,4 @@
-"""Which adapters are in the slots of a model, and which one is evicted for another.
+"""Manages the adapters in the slots of a model, and evictions.
 
 Used by the thread of the step loop.
 """
@@ -21,7 +21,7 @@ _Taken_contra = TypeVar("_Taken_contra", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter(Generic[_Weights]):
-    """An adapter as the model takes it, and what is reported of it."""
+    """An adapter in the model's form, and its data for reports."""
 
     weights: _Weights
     rank: int
@@ -33,19 +33,19 @@ class Slots(Protocol[_Taken_contra]):
 
     @property
     def max_lora_slots(self) -> int:
-        """How many slots there are, or can be."""
+        """The number of slots that exist or can be made."""
 
     def make_slots(self) -> int:
-        """Makes the slots, unless they are there. Returns how many there are.
+        """Makes the slots, unless they exist. Returns their number.
 
         Raises AdapterError if there is no memory for them.
         """
 
     def fits(self, packed: _Taken_contra) -> bool:
-        """Whether it was made for the weights that are served, if it depends on them."""
+        """Whether an adapter fits the served weights, if it depends on them."""
 
     def set_lora(self, slot: int, packed: _Taken_contra | None) -> None:
-        """Puts an adapter into a slot, or empties it."""
+        """Puts an adapter into a slot. None: empties it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class KnownAdapter(Generic[_Weights]):
     slot: int = -1
     # None: it is not resident.
     weights: _Weights | None = None
-    # The waiting commands to load it.
+    # The op_ids of waiting commands to load it.
     commands: list[int] = field(default_factory=list)
 
 
@@ -65,19 +65,19 @@ class ResidentAdapters(Generic[_Weights]):
     """Owner of the model's slots."""
 
     def __init__(self, model: Slots[_Weights], max_bytes: int) -> None:
-        """`max_bytes`: of all in memory."""
+        """`max_bytes`: the limit for all resident adapters."""
         self._model = model
         self._max_bytes = max_bytes
-        # None until the first adapter comes: a model that nobody adapts does without the memory of slots.
+        # None until the first adapter comes, so that slots take no memory before.
         self._num_slots: int | None = None
         self._free_slots: list[int] = []
-        # In order of their last use.
+        # By number, in order of their last use.
         self._resident: OrderedDict[int, KnownAdapter[_Weights]] = OrderedDict()
         self._used_bytes = 0
 
     @property
     def max_adapters(self) -> int:
-        """How many can be in memory at a time."""
+        """The most adapters that can be resident at a time."""
         return self._model.max_lora_slots if self._num_slots is None else self._num_slots
 
     def used(self, known: KnownAdapter[_Weights]) -> None:
@@ -90,14 +90,14 @@ class ResidentAdapters(Generic[_Weights]):
         loaded: LoadedAdapter[_Weights],
         in_use: Callable[[], Collection[int]],
     ) -> bool:
-        """Puts an adapter into a slot. Evicts others for it, as far as it can. False: there is no room yet.
+        """Puts an adapter into a slot, after evicting others if necessary. False: there is no room yet.
 
-        Raises AdapterError if there cannot be room.
+        Raises AdapterError if there can never be room.
         """
         pinned = [one for one in self._resident.values() if one.source.pinned]
         pinned_bytes = sum(one.metrics.size_bytes for one in pinned)
         if len(pinned) == self.max_adapters or pinned_bytes + loaded.size_bytes > self._max_bytes:
-            # Before others are evicted for nothing.
+            # Checked before others are evicted in vain.
             raise AdapterError("the memory for adapters (max_lora_adapters, max_lora_bytes) is too small")
         if self._num_slots is None:
             num_slots = self._model.make_slots()
@@ -129,9 +129,9 @@ class ResidentAdapters(Generic[_Weights]):
         del self._resident[known.source.number]
 
     def move(self) -> None:
-        """Puts all that fit into the slots of the model that has taken the place of another.
+        """Puts resident adapters into the slots of a model that has replaced another one, if they fit it.
 
-        No forward uses the others, which are read again when one does.
+        The others are dropped. No forward uses them, and the next one that does reads them again.
         """
         if self._num_slots is not None:
             num_slots = self._model.make_slots()
@@ -144,5 +144,5 @@ class ResidentAdapters(Generic[_Weights]):
                 self.remove(known)
 
     def fits(self, loaded: LoadedAdapter[_Weights]) -> bool:
-        """Whether what was read is for the weights that are served."""
+        """Whether a loaded adapter fits the served weights."""
         return self._model.fits(loaded.weights)

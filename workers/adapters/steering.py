@@ -1,4 +1,4 @@
-"""Reads a steering vector (control vector): an adapter that adds to the residual stream after layers.
+"""Reads steering vectors (control vectors): adapters that add to the residual stream after layers.
 
 It has the files of an adapter. adapter_config.json has the peft_type STEERING_VECTOR and may have a
 `strength`. adapter_model.safetensors has a tensor direction.N for each steered layer, counted from 0, as
@@ -46,8 +46,8 @@ def read_steering(
     Args:
         directory: The adapter.
         shape: The numbers of layers and of elements; None: the model takes no steering vectors.
-        strength: What each is multiplied by.
-        max_bytes: The most memory that those of all layers may take.
+        strength: The factor of each vector.
+        max_bytes: The most memory that all vectors may take.
 
     Raises:
         AdapterError: They are not safetensors, or do not fit the model.

@@ -1,9 +1,9 @@
-"""Which adapters a worker knows, which are in its memory, and which forwards wait for one.
+"""The adapters that a worker knows, their loading, and the forwards that wait for them.
 
     known -> [queued, being read, read and waiting for room] -> resident in a slot of the model -> known
 
-An adapter is read when a forward first needs it, on a thread of its own, one after the other. If there is no
-slot or memory for it, the least recently used one is evicted that is neither pinned nor in use. If all are in
+An adapter is read when a forward first needs it, on another thread, one at a time. If there is no slot or
+memory for it, the least recently used adapter that is neither pinned nor in use is evicted. If all are in
 use, forwards that arrive later wait behind it, so that a slot becomes free.
 
 Used by the thread of the step loop, except where said.
@@ -39,7 +39,7 @@ def _on_thread(function: Callable[[], None]) -> None:
 
 
 class AdapterTable(Generic[_Weights]):
-    """Owner of the adapters that are known, and of the forwards that wait for one."""
+    """Owner of the known adapters, and of the forwards that wait for one."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class AdapterTable(Generic[_Weights]):
         max_bytes: int,
         on_thread: OnThread = _on_thread,
     ) -> None:
-        """`read` is called `on_thread` and raises AdapterError. `max_bytes`: of all in memory."""
+        """`read` is called `on_thread` and raises AdapterError. `max_bytes`: the limit for all in memory."""
         self._read_source, self._on_thread = read, on_thread
         # Called from the reading thread.
         self._submit: Callable[[AdapterRead], None]
@@ -57,19 +57,19 @@ class AdapterTable(Generic[_Weights]):
         self._reading: KnownAdapter[_Weights] | None = None
         self._resident = ResidentAdapters(model, max_bytes)
         self._known: dict[int, KnownAdapter[_Weights]] = {}
-        # Read, and without room so far.
+        # The adapter that was read but has no room yet.
         self._unplaced: tuple[KnownAdapter[_Weights], LoadedAdapter[_Weights]] | None = None
         self._waiting: deque[Forward] = deque()
-        # Whether waiting forwards have to be looked at.
+        # Whether waiting forwards have to be checked again.
         self._has_changed = False
         self._results: list[WorkerEvent | Failed] = []
 
     def __len__(self) -> int:
-        """The number of forwards that wait."""
+        """The number of waiting forwards."""
         return len(self._waiting)
 
     def report_to(self, submit: Callable[[AdapterRead], None]) -> None:
-        """The reading thread calls `submit` with each result. The step loop then calls `read` with it."""
+        """The reading thread calls `submit` with each result, which the step loop then passes to `read`."""
         self._submit = submit
 
     @property
@@ -79,12 +79,12 @@ class AdapterTable(Generic[_Weights]):
 
     @property
     def is_full(self) -> bool:
-        """Whether an adapter waits until a slot is not in use any more."""
+        """Whether an adapter is waiting for a slot to become unused."""
         return self._unplaced is not None
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` may do something. If not, a command is needed first, such as `AdapterRead`."""
+        """Whether `advance` may have an effect before the next command, such as `AdapterRead`."""
         return bool(self._results or self._unplaced or (self._waiting and self._has_changed))
 
     # Commands.
@@ -92,7 +92,7 @@ class AdapterTable(Generic[_Weights]):
     def change(self, op_id: int, command: AdapterCommand) -> None:
         """Adds and removes known adapters. `advance` returns the answer.
 
-        Raises ValueError if not one adapter is to be loaded now.
+        Raises ValueError unless exactly one adapter is to be loaded now.
         """
         added = [AdapterSource(one.adapter, one.directory, one.digest, one.pinned) for one in command.added]
         if command.load and len(added) != 1:
@@ -107,8 +107,8 @@ class AdapterTable(Generic[_Weights]):
             if known and (known.source.directory, known.source.digest) == (source.directory, source.digest):
                 known.source = source
                 continue
-            # With other files it is what a gateway tried before it ended, and the next one gave its number
-            # to another adapter.
+            # The same number with other files: a gateway ended after it sent this one, and the next gateway
+            # gave the number to another adapter.
             self._forget(source.number)
             self._known[source.number] = KnownAdapter(source, LoraAdapterMetrics(version=source.number))
         if not command.load:
@@ -132,12 +132,12 @@ class AdapterTable(Generic[_Weights]):
                 self._resident.used(known)
 
     def count_decodes(self, decodes: Decodes) -> None:
-        """As `count`, for those of some plain decodes that have an adapter."""
+        """As `count`, for plain decodes, of which some have an adapter."""
         for index in decodes.columns[Column.ADAPTER].nonzero()[0].tolist():
             self.count(decodes.forward(index))
 
     def admit(self, forward: Forward) -> bool:
-        """Whether a forward can run: its adapter is resident. If not, the forward waits here.
+        """Whether a forward can run because its adapter is resident. If not, the forward waits here.
 
         Raises AdapterError for an unknown adapter.
         """
@@ -156,7 +156,7 @@ class AdapterTable(Generic[_Weights]):
         return False
 
     def assign_slots(self, decodes: Decodes) -> Mask:
-        """Sets the slots of plain decodes, for as long as they are scheduled. Returns which can run now."""
+        """Sets the slots of plain decodes that are scheduled now. Returns which of them can run."""
         can_run = np.ones(decodes.size, np.bool_)
         for index in decodes.columns[Column.ADAPTER].nonzero()[0].tolist():
             slot = self._slot_for(decodes.columns[Column.ADAPTER].item(index))
@@ -173,16 +173,16 @@ class AdapterTable(Generic[_Weights]):
         return known.slot
 
     def read(self, result: AdapterRead) -> None:
-        """Takes what the reading thread has read, or why it could not."""
+        """Handles a result of the reading thread: an adapter or an error."""
         known, self._reading = self._reading, None
-        # If not, it was removed meanwhile; its number may be another adapter's by now.
+        # Otherwise it was removed meanwhile, and its number may be another adapter's now.
         if known is not None and self._known.get(result.number) is known:
             if isinstance(result.outcome, LoadedAdapter):
                 self._unplaced = known, result.outcome
             elif isinstance(result.outcome, AdapterError):
                 self._fail(known, str(result.outcome))
             else:
-                # Its text is not for clients.
+                # The text of an unexpected exception is not for clients.
                 _log.error("an adapter could not be read: %r", result.outcome)
                 self._fail(known, "the worker could not load the adapter")
         self._read_next()
@@ -190,9 +190,9 @@ class AdapterTable(Generic[_Weights]):
     def advance(
         self, in_use: Callable[[], Collection[int]]
     ) -> tuple[list[Forward], list[WorkerEvent | Failed]]:
-        """Makes room for an adapter that was read. Returns forwards that can run now, and answers.
+        """Places an adapter that was read, if there is room. Returns forwards that can run now, and answers.
 
-        `in_use`: the adapters of forwards that are scheduled; called only if it matters.
+        `in_use`: returns the adapters of scheduled forwards. Called only if needed.
         """
         if self._unplaced is not None:
             self._place(in_use)
@@ -236,11 +236,11 @@ class AdapterTable(Generic[_Weights]):
             known.commands = []
 
     def move(self) -> None:
-        """Puts the resident adapters into the slots of the model that has taken the place of another."""
+        """Puts the resident adapters into the slots of a model that has replaced another one."""
         self._resident.move()
 
     def metrics(self) -> Sequence[LoraAdapterMetrics]:
-        """The use of the adapters that were used, to be copied at once. Any thread may call it."""
+        """The metrics of adapters that were used, to be copied at once. Any thread may call this."""
         every = [known.metrics for known in list(self._known.values())]
         return [one for one in every if one.loads or one.operations or one.waiting]
 
@@ -253,13 +253,13 @@ class AdapterTable(Generic[_Weights]):
         self._read_next()
 
     def _read_next(self) -> None:
-        """Starts to read the next adapter, unless one is being read or has no room."""
+        """Starts to read the next adapter, unless one is being read or waits for room."""
         if self._wanted and self._reading is None and self._unplaced is None:
             self._reading = self._wanted.popleft()
             self._on_thread(functools.partial(self._run, self._reading.source))
 
     def _run(self, source: AdapterSource) -> None:
-        """The reading thread."""
+        """Runs on the reading thread: reads an adapter and submits the result."""
         outcome: object
         try:
             outcome = self._read_source(source)
@@ -270,7 +270,7 @@ class AdapterTable(Generic[_Weights]):
     # Slots.
 
     def _place(self, in_use: Callable[[], Collection[int]]) -> None:
-        """Puts the adapter that was read into a slot, if there is room by now."""
+        """Puts the adapter that was read into a slot, if there is room now."""
         assert self._unplaced is not None
         known, loaded = self._unplaced
         if not self._resident.fits(loaded):
@@ -289,19 +289,19 @@ class AdapterTable(Generic[_Weights]):
         self._read_next()
 
     def _forget(self, number: int) -> None:
-        """Removes an adapter. No sequence has it, so no forward does."""
+        """Removes an adapter. No sequence has it, so no forward uses it."""
         known = self._known.pop(number, None)
         if known is None:
             return
         if known in self._wanted:
-            # One that is being read is read to its end.
+            # A read that has begun is not cancelled.
             self._wanted.remove(known)
         if known.slot >= 0:
             self._resident.remove(known)
         if self._unplaced is not None and self._unplaced[0] is known:
             self._unplaced = None
             self._has_changed = True
-            # Others may have waited for its place.
+            # Others may be waiting for it to be placed.
             self._read_next()
         self._fail(known, "the version of the adapter is gone")
 
@@ -313,7 +313,7 @@ class AdapterTable(Generic[_Weights]):
         known.commands = []
 
     def _fail(self, known: KnownAdapter[_Weights], why: str) -> None:
-        """Answers all that waits for an adapter. The next forward that needs it reads it again."""
+        """Fails all commands and forwards that wait for an adapter. The next forward reads it again."""
         waiting = self.drop(lambda forward: forward.adapter == known.source.number)
         op_ids = [*known.commands, *(forward.op_id for forward in waiting)]
         self._results += [Failed(op_id, FailureReason.ADAPTER, why) for op_id in op_ids]

@@ -1,6 +1,6 @@
-"""What an adapter's config adapts: target_modules, exclude_modules, layers_to_transform, target_parameters.
+"""The targets of a config: target_modules, exclude_modules, layers_to_transform, target_parameters.
 
-The tensors of a directory say it too. PEFT ignores tensors of other modules, so the two are compared.
+PEFT ignores tensors of modules that are not targets, so the targets are compared with the file's tensors.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Targets:
         """Whether a module is adapted. Raises AdapterError if a pattern takes too long to match."""
         if self._excludes is not None and self._excludes(name):
             return False
-        # PEFT does not look at the layer of a module that is named in full.
+        # PEFT does not check the layer of a module that is named in full.
         return name in self._names or (self._matches(name) and self._is_in_layers(name))
 
     def has_parameter(self, name: str) -> bool:
-        """Whether a parameter is adapted, whatever the module is that it belongs to."""
+        """Whether a parameter is adapted, in any module."""
         return self._parameters(name)
 
     def _is_in_layers(self, name: str) -> bool:
@@ -57,7 +57,7 @@ class Targets:
 
 
 def _matcher(setting: str, value: object, patience: Patience) -> Matches:
-    """The test for a setting that is a pattern, or a list of names or of their ends. Raises AdapterError."""
+    """The test for a setting: a pattern, or a list of names or ends of names. Raises AdapterError."""
     if isinstance(value, str):
         if setting == "target_modules" and value.lower() == ALL_LINEAR:
             return lambda _: True
@@ -77,7 +77,7 @@ def _matcher(setting: str, value: object, patience: Patience) -> Matches:
 
 
 def _layers(value: object) -> frozenset[int] | None:
-    """The numbers of the layers that are adapted; None: all. Raises AdapterError."""
+    """The numbers of the adapted layers. None: all. Raises AdapterError."""
     if value is None or value == []:
         return None
     layers = value if isinstance(value, list) else [value]
@@ -89,7 +89,7 @@ def _layers(value: object) -> frozenset[int] | None:
 def _containers(value: object) -> frozenset[str]:
     """The names of the lists of layers; empty: any. Raises AdapterError."""
     names = [value] if isinstance(value, str) and value else value or []
-    # PEFT takes them for patterns. A name without special characters matches itself only.
+    # PEFT uses them as patterns. A name without special characters matches only itself.
     if not isinstance(names, list) or any(
         not isinstance(name, str) or not name.isidentifier() for name in names
     ):

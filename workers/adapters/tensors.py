@@ -1,7 +1,7 @@
 """Finds the pairs of tensors in the header of an adapter's file, and reads them.
 
-PEFT has one A and one B for a parameter with a matrix of each expert: A is [E * r, I], the ranks of an expert
-next to each other; B is [O, r * E], those of all experts by turns.
+PEFT has one A and one B for a parameter with the matrices of all experts: A is [E * r, I], with the ranks of
+an expert next to each other; B is [O, r * E], in which experts alternate.
 
 Dimension letters: r rank; I inputs; O outputs; E experts.
 """
@@ -26,18 +26,18 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 # A tensor needs some 200 bytes: enough for 20,000 tensors, or two of each module of the model.
 _MAX_HEADER_BYTES, _HEADER_BYTES_OF_MODULE = 4 << 20, 512
 _PREFIX = "base_model.model."
-# Prefixes in files, and in the model: of text parts, and of Mamba. The first match counts.
+# (prefix in files, prefix in the model) for text parts, and for Mamba. The first match counts.
 _RENAMED = (*RENAMED, ("backbone.", "model."))
-# Also with the name of the adapter in memory, which PEFT reads and other writers leave in.
+# Optionally with the name of the adapter in memory, which PEFT accepts and other writers leave in.
 _SUFFIXES = {f".lora_{part}{name}.weight": part for part in "AB" for name in ("", ".default")}
 # A vector of DoRA, as PEFT saves it, has no suffix.
 _MAGNITUDE = "magnitude"
 _SUFFIXES |= {f".lora_magnitude_vector{end}": _MAGNITUDE for end in ("", ".weight", ".default.weight")}
-# PEFT's names of a whole module that is saved beside the adapter.
+# PEFT's suffixes of whole modules that are saved with the adapter.
 _OF_WHOLE_MODULES = (".modules_to_save.default", ".modules_to_save", ".original_module", ".base_layer")
-# What it puts around a module for each of its parameters that is adapted, but for the last one.
+# PEFT wraps a module once for each adapted parameter; each wrapper but the last adds this to the name.
 _WRAPPED = ".base_layer"
-# Parts of names of tensors that are not of plain LoRA, and what they are.
+# Parts of names of tensors that are not plain LoRA, with descriptions for messages.
 _OTHER_TENSORS = {
     "lora_embedding_": "an adapter of an embedding, which is not supported",
     "trainable_tokens": "an adapter of an embedding, which is not supported",
@@ -59,13 +59,13 @@ _OTHER_MODULES = {
 
 @dataclass(slots=True)
 class PairEntries:
-    """Where the two tensors of a module are.
+    """The entries of a module's two tensors in a file.
 
     Attributes:
-        name: That of the module or parameter in the file, without PEFT's prefix.
+        name: The module or parameter in the file, without PEFT's prefix.
         shape: Its outputs and inputs.
-        stack: What a parameter has; None: it is a module.
-        parts: The tensors: "A", "B" and, of DoRA, "magnitude".
+        stack: The matrices of a parameter; None: it is a module.
+        parts: The tensors "A" and "B", and for DoRA "magnitude".
     """
 
     name: str
@@ -75,17 +75,17 @@ class PairEntries:
 
     @property
     def experts(self) -> int:
-        """How many matrices a tensor has."""
+        """The number of matrices in a tensor."""
         return 1 if self.stack is None else len(self.stack.modules)
 
     @property
     def rank(self) -> int:
-        """From the shape of A."""
+        """The rank, from the shape of A."""
         return self.parts["A"].shape[0] // self.experts
 
     @property
     def size_bytes(self) -> int:
-        """In memory, as float32, at most: kernels fill up ranks to multiples of 16, and larger ones of 32."""
+        """The most bytes as float32: kernels pad ranks to multiples of 16, and larger ones of 32."""
         unit = 16 if self.rank <= 16 else 32
         return 4 * self.experts * -(-self.rank // unit) * unit * sum(self.shape)
 
@@ -93,13 +93,13 @@ class PairEntries:
 def find_pairs(directory: Path, model: Adaptable, settings: LoraSettings) -> dict[str, PairEntries]:
     """The pairs in adapter_model.safetensors, by the name of the module or parameter in the model.
 
-    Tensors of the other parts of a multimodal model are left out, as its weights are. So are the embedding
-    and the output layer, which PEFT may save with an adapter, if they are those of the model.
+    Tensors of other parts of a multimodal model are left out, like its weights. So are the embedding and the
+    output layer, which PEFT may save with an adapter, if they are equal to the model's.
 
     Args:
         directory: The adapter.
-        model: What adapters of the model may have.
-        settings: What the config says.
+        model: The parts of the model that adapters may change.
+        settings: The settings of the config.
 
     Raises:
         AdapterError: The file is not safetensors, or has a tensor that the model cannot have.
@@ -127,7 +127,7 @@ def find_pairs(directory: Path, model: Adaptable, settings: LoraSettings) -> dic
 
 
 def name_in_file(module: str, like: str) -> str:
-    """The name that a module of the model has in a file where another one is called `like`."""
+    """The name of a model's module in a file in which another module is called `like`."""
     before, after = next((pair for pair in _RENAMED if like.startswith(pair[0])), ("", ""))
     return before + module.removeprefix(after)
 
@@ -165,7 +165,7 @@ def read_scaled(entry: TensorEntry, scale: float) -> torch.Tensor:
 
 
 def _repeats(tensor: str, entry: TensorEntry, base: Mapping[str, BaseMatrix]) -> bool:
-    """Whether a tensor is that of the model, so that it changes nothing. Raises AdapterError."""
+    """Whether a tensor is a copy of the model's, which has no effect. Raises AdapterError."""
     name = tensor.removeprefix(_PREFIX).removesuffix(".weight")
     for whole in _OF_WHOLE_MODULES:
         name = name.removesuffix(whole)
@@ -175,14 +175,14 @@ def _repeats(tensor: str, entry: TensorEntry, base: Mapping[str, BaseMatrix]) ->
         return False
     for first, part in read_parts(entry):
         ours = matrix.rows(range(first, first + len(part))).to(part.device)
-        # One of them may have been rounded to the dtype of the other.
+        # One of the two may have been rounded to the dtype of the other.
         if not (torch.equal(part.to(ours.dtype), ours) or torch.equal(part, ours.to(part.dtype))):
             return False
     return True
 
 
 def _split(tensor: str) -> tuple[str, str]:
-    """The module's name in the file, and which of its tensors it is. Raises AdapterError."""
+    """Splits a tensor's name into the module's name in the file and the part. Raises AdapterError."""
     suffix = next((suffix for suffix in _SUFFIXES if tensor.endswith(suffix)), None)
     if suffix is None or not tensor.startswith(_PREFIX):
         kinds = (kind for part, kind in _OTHER_TENSORS.items() if part in tensor)
@@ -192,7 +192,7 @@ def _split(tensor: str) -> tuple[str, str]:
 
 
 def _place(name: str, model: Adaptable, targets: Targets) -> tuple[str, PairEntries]:
-    """The module or parameter of the model that a module of the file is, and its empty pair.
+    """The model's module or parameter for a module of the file, with an empty pair.
 
     Raises AdapterError.
     """
@@ -220,10 +220,10 @@ def _place(name: str, model: Adaptable, targets: Targets) -> tuple[str, PairEntr
 def _parameter(
     name: str, before: str, after: str, stacks: Mapping[str, ExpertStack], targets: Targets
 ) -> str | None:
-    """The parameter that PEFT adapts as a module with this name in the model; None: it is no such module.
+    """The parameter that PEFT adapts under a module's name in the model. None: it is a module.
 
-    Of several parameters of a module it wraps one after the other, so that the last one is outside. Names
-    begin with `before` in the file, and with `after` in the model. Raises AdapterError.
+    PEFT wraps several parameters of a module one after the other: the last one is outermost. Names begin with
+    `before` in the file, and with `after` in the model. Raises AdapterError.
     """
     owner = name.removesuffix(_WRAPPED)
     own = [parameter for parameter in stacks if parameter.rpartition(".")[0] == owner]
@@ -231,7 +231,7 @@ def _parameter(
         return None
     in_file = {parameter: before + parameter.removeprefix(after) for parameter in own}
     named = [parameter for parameter in own if targets.has_parameter(in_file[parameter])]
-    # Other writers name them among the modules.
+    # Other writers list parameters among the modules.
     named = named or [
         each for each in own if in_file[each] in targets or before + owner.removeprefix(after) in targets
     ]
@@ -244,9 +244,9 @@ def _parameter(
 
 
 def _check_pair(pair: PairEntries, *, is_dora: bool) -> None:
-    """Raises AdapterError unless it has an A [E * r, I] and a B [O, r * E] of a dtype that is known.
+    """Raises AdapterError unless it has an A [E * r, I] and a B [O, r * E] of a known dtype.
 
-    And a vector [O] of DoRA, where the config says so.
+    With DoRA it must also have a vector [O].
     """
     outputs, inputs = pair.shape
     if is_dora != (_MAGNITUDE in pair.parts):

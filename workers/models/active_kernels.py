@@ -13,9 +13,9 @@ from kernels.paged_attention import CUDA_LATENT_WIDTHS, CUDA_WIDTHS
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 
-# The name where no kernels were compiled for the CPU: the same operations in torch, which are slower.
+# The name if no kernels were compiled for the CPU: the same operations in torch, which are slower.
 NOT_COMPILED = "cpu-not-compiled"
-# Ends what `active_products` says where torch replaces compiled products.
+# The end of the result of `active_products` where torch replaces compiled products.
 SLOW = "expect it to be slow"
 
 
@@ -37,9 +37,9 @@ def active_products(
     quantization: str | None = None,
     rounds_rows: bool = True,
 ) -> str:
-    """The kernels that multiply by weights of a dtype, for operators; with `SLOW` if the CPU could do better.
+    """Describes the kernels that multiply by weights of a dtype, for operators. With `SLOW` if torch is used.
 
-    "cpu-avx2 (bfloat16 weights, float32 inputs and sums)".
+    For example "cpu-avx2 (bfloat16 weights, float32 inputs and sums)".
     """
     if device.type == "cuda":
         return f"{'triton' if batch_invariant else 'torch'} ({dtype} weights)"

@@ -29,7 +29,7 @@ from workers.models.shard import Shard
 from workers.models.steering import SteeringTable, pack_steering
 
 Layer = tuple[Sublayer, ...]
-"""Attention or what is in its place, and then the MLP or experts; or one of them alone."""
+"""Attention or the layer in its place, then the MLP or experts; or only one of the two."""
 
 
 class Adapted:
@@ -46,17 +46,17 @@ class Adapted:
     def __init__(self) -> None:
         self.max_lora_slots = 0
         self._steering = SteeringTable(0)
-        # Until there are slots, adapters of any rank that kernels take can be packed.
+        # Until slots are allocated, adapters of any rank that kernels support can be packed.
         self._max_lora_rank = MAX_RANK
 
     def _compile(self) -> None:
-        """Called when there are other slots than before."""
+        """Called when the slots have changed."""
         raise NotImplementedError
 
     def adaptable(self) -> Adaptable:
-        """Which projections may have adapters; also steering vectors and DoRA on a CPU, without a group.
+        """The projections that adapters may change; on a CPU without a group also steering vectors and DoRA.
 
-        A rank has not all of a row, and a GPU no kernel for DoRA.
+        A rank has only a part of each row, and there is no GPU kernel for DoRA.
         """
         modules: dict[str, tuple[int, int]] = {}
         stacks: dict[str, ExpertStack] = {}
@@ -73,13 +73,13 @@ class Adapted:
         )
 
     def _base_matrices(self) -> dict[str, BaseMatrix]:
-        """The embedding and the head; none in a group, where a rank has a part of them."""
+        """The embedding and the head. None in a group, where a rank has only a part of them."""
         if self._shard.group is not None:
             return {}
 
         def rows(matrix: Weight, which: range) -> torch.Tensor:
             indices = torch.tensor(which, device=self.device)
-            # Adapters are read on a thread of their own, and kernels are launched on a thread's device.
+            # Adapters are read on another thread, and kernels are launched on the current thread's device.
             with torch.cuda.device_of(indices):  # type: ignore[no-untyped-call]
                 return matrix.rows(indices)
 
@@ -89,19 +89,19 @@ class Adapted:
 
     @property
     def _steering_shape(self) -> tuple[int, int] | None:
-        """Graphs on a GPU have no place for vectors that come and go."""
+        """[layers, hidden width] of steering vectors. None: not supported, as CUDA graphs cannot add them."""
         if self.device.type != "cpu" or self._shard.group is not None:
             return None
         return len(self.layers), self.config.hidden_size
 
     def lora_slot_bytes(self, max_rank: int) -> int:
-        """The memory of a slot on a GPU, in this rank's part of the model."""
+        """The memory of a slot on a GPU in bytes, for this rank's part of the model."""
         return sum(projection.lora_slot_bytes(max_rank) for _, projection in self.projections())
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
-        """Make empty slots for adapters of ranks up to `max_rank`. Between two forwards, on their thread.
+        """Allocate empty slots for adapters up to rank `max_rank`, between two forwards and on their thread.
 
-        Once, after the parameters are packed. Without an effect if memory runs out.
+        Call once, after the parameters are packed. If memory runs out, nothing has changed.
         """
         try:
             for _, projection in self.projections():
@@ -131,7 +131,7 @@ class Adapted:
         return replace(packed, bytes=packed.bytes + vectors.nbytes, steering=vectors)
 
     def set_lora(self, slot: int, packed: PackedLora | None) -> None:
-        """Replace the adapter of a slot; None: it is empty then. On the thread of `forward`.
+        """Replace the adapter of a slot. None: empties it. Call on the thread of `forward`.
 
         Args:
             slot: From 0 to `max_lora_slots` - 1.

@@ -36,7 +36,7 @@ from workers.models.registry import FAMILIES
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
 _OTHER_RANKS = "use another tensor_parallel, or the model in another format"
-# Routers are never quantised: they take hardly any memory, and choose experts by small differences.
+# Routers are never quantised: they are small, and choose experts by small differences.
 _ROUTERS = tuple(
     f".{name}.weight"
     for family in FAMILIES.values()
@@ -50,7 +50,7 @@ FormatOf = Callable[[str], HeldFormat | None]
 
 
 def is_router(name: str) -> bool:
-    """Whether the tensor of a checkpoint with this name is what chooses experts, or weighs a shared one."""
+    """Whether a checkpoint's tensor with this name is a router, or the gate of a shared expert."""
     return name.endswith(_ROUTERS)
 
 
@@ -70,7 +70,7 @@ def build_decoder(
     """
     shard = Shard.of(config, group)
     if torch.device(device).type == "cuda":
-        # A setting of the process. Without it cuBLAS may add the parts of a sum in half precision.
+        # For the whole process. Otherwise cuBLAS may add partial sums in half precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     parts = _Parts(config, dtype, device, shard, formats)
@@ -83,7 +83,7 @@ def build_decoder(
 
 
 class _Parts:
-    """Makes the parts of one model, or of a rank's part of it."""
+    """Makes the parts of a model, or of a rank's shard of it."""
 
     def __init__(
         self,
@@ -105,15 +105,15 @@ class _Parts:
         return huge_pages.empty(shape, self._dtype, self._device)
 
     def matrix(self, rows: Mapping[str, int], inputs: int, taken: range | None = None) -> Weight:
-        """A matrix of some tensors of a checkpoint, by their names.
+        """A matrix made of some tensors of a checkpoint.
 
         Args:
-            rows: How many of each.
-            inputs: Those of a row.
-            taken: Which of them; None: all.
+            rows: The number of rows of each tensor, by name.
+            inputs: The number of inputs.
+            taken: The inputs that this rank has; None: all.
 
         Raises:
-            UnsupportedError: A format cannot be cut there.
+            UnsupportedError: A quantised format cannot be split at these inputs.
         """
         taken = range(inputs) if taken is None else taken
         forms = {name: None if self._formats is None else self._formats(name) for name in rows}
@@ -132,7 +132,7 @@ class _Parts:
         return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)
 
     def _matrices(self, named: Sequence[Mapping[str, int]], inputs: int, taken: range) -> ExpertWeights:
-        """The matrices of all experts, as `matrix`: one tensor on a GPU, else a list, to pack one by one."""
+        """The matrices of all experts, as `matrix`: one tensor on a GPU, else a list, packed one by one."""
         forms = [[None if self._formats is None else self._formats(name) for name in rows] for rows in named]
         if any(isinstance(form, OnGpu) for form in itertools.chain(*forms)):
             rows = {name: size * len(named) for name, size in named[0].items()}
@@ -148,10 +148,10 @@ class _Parts:
         return [self.matrix(rows, inputs, taken) for rows in named]
 
     def of_vocabulary(self, name: str) -> Weight:
-        """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
+        """[V, C], or a rank's rows of it, padded with zeros."""
         matrix = self.matrix({name: self._shard.vocabulary_rows}, self._config.hidden_size)
         if len(matrix) > len(self._shard.vocabulary):
-            # Zeros are zeros in each format.
+            # Zero bytes are zeros in every format.
             matrix.data.zero_()
         return matrix
 
@@ -165,7 +165,7 @@ class _Parts:
         inputs: tuple[range, ...] = (),
         factors: tuple[tuple[int, float], ...] = (),
     ) -> Linear:
-        """Projections of the same inputs, whose names in a checkpoint begin with `place`; see `Linear`."""
+        """Fused projections of the same inputs; see `Linear`. `place`: the prefix of their tensors."""
         rows = {f"{place}{name}.weight": part.num_rows for name, part in (stored or taken).items()}
         one = next(iter(taken.values()))
         matrix = self.matrix(rows, one.shape[1], one.columns)
@@ -183,10 +183,10 @@ class _Parts:
         stored: Sequence[str] = (),
         multipliers: Sequence[float] = (),
     ) -> Linear:
-        """Projections of the hidden width to `sizes`, of which a rank has `parts`; one name: fused.
+        """Projections of the hidden width to `sizes`, of which a rank has `parts`. One name: it is fused.
 
-        `stored`: the names that files have for them, where that is not the model's own checkpoint.
-        `multipliers`: of their outputs.
+        `stored`: their names in the files, if these are not the model's own checkpoint.
+        `multipliers`: the factors of their outputs.
         """
         return self._linear(
             place,
@@ -217,7 +217,7 @@ class _Parts:
         inputs: tuple[range, ...] = (),
         multiplier: float = 1.0,
     ) -> Linear:
-        """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
+        """A projection from `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
         taken = {name: Slice((width, size), (range(width),), part)}
         bias = bias and self._shard.is_first
@@ -262,7 +262,7 @@ class _Parts:
         return Sublayer(self.norm(before), body, self.norm(after), scale, group)
 
     def _norm_weight(self, *shape: int) -> torch.Tensor:
-        """In float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
+        """A norm weight. float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
         dtype = torch.float32 if self._family.wide_norms else self._dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -280,7 +280,7 @@ class _Parts:
         shared, own = sizes.latent + sizes.rotated, self._shard.heads
 
         def of_heads(size: int, inputs: int) -> Slice:
-            """Rows of each head: this rank has those of its own heads."""
+            """The rows of this rank's heads, `size` for each head."""
             return Slice((config.num_attention_heads * size, inputs), (scaled(own, size),), range(inputs))
 
         queries = sizes.plain + sizes.rotated
@@ -322,7 +322,7 @@ class _Parts:
             within={
                 name: self._linear(place, {name: part}, bias=False) for name, part in parts.within.items()
             },
-            # Attention beside it is.
+            # With attention beside it, attention is the last.
             is_last=index == self._config.last_mixer and not self._config.layers[index].attention,
         )
 
@@ -363,7 +363,7 @@ class _Parts:
         if not self._family.gated_attention:
             multipliers = config.multipliers.qkv
             return self._into(place, names, sizes, parts, bias=config.attention_bias, multipliers=multipliers)
-        # The checkpoint has the query and the gate of a head together; here all gates come first.
+        # A checkpoint has query and gate of each head together; here all gates come first.
         starts = range(0, 2 * sizes[0], 2 * width)[self._shard.heads.start : self._shard.heads.stop]
         rows = [range(start + first, start + first + width) for first in (width, 0) for start in starts]
         hidden = config.hidden_size
@@ -389,7 +389,7 @@ class _Parts:
         return GatedMlp(gate_up, down, config.activation, own)
 
     def _sparse(self, layer: int, index: int) -> Body:
-        """Experts, with the shared one if the family has it; the numbers as for `_experts`."""
+        """Experts, with the shared expert if the family has one. Arguments as for `_experts`."""
         experts, config, names = self._experts(layer, index), self._config.experts, self._family.experts
         assert config is not None and names is not None
         if names.shared is None or not config.shared_size:
@@ -410,7 +410,7 @@ class _Parts:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def _latent(self, layer: int, names: ExpertNames, size: int) -> tuple[Linear, Linear] | None:
-        """The projections to the width of experts and back."""
+        """The projections to the experts' narrower width and back. None: there are none."""
         if not size:
             return None
         width, place, bias = self._config.hidden_size, f"model.layers.{layer}.", self._config.mlp_bias
@@ -418,12 +418,12 @@ class _Parts:
             {name: Slice.whole(*shape)}
             for name, shape in zip(names.latent, ((size, width), (width, size)), strict=True)
         )
-        # What the ranks return is added up: one adds the bias.
+        # The ranks' outputs are summed, so only one rank adds the bias.
         back_bias = bias and self._shard.is_first
         return self._linear(place, into, bias=bias), self._linear(place, back, bias=back_bias)
 
     def _experts(self, layer: int, index: int) -> Experts:
-        """The experts of a layer, which is number `index` among the layers with experts."""
+        """The experts of a layer. `index`: its number among the layers with experts."""
         experts, names, width = self._config.experts, self._family.experts, self._config.hidden_size
         assert experts is not None and names is not None
         size, outer, place = experts.intermediate_size, experts.latent or width, f"model.layers.{layer}."

@@ -1,4 +1,4 @@
-"""Captures data of a forward's layers for the caller: hidden states, and the experts of tokens.
+"""Captures hidden states and routed experts of a forward for the caller.
 
 Layers are numbered as in `hidden_states` of the transformers library: 0 is the embedding that the first layer
 reads, i is the output of layer i, and the last one is after the final norm.
@@ -20,14 +20,14 @@ class RowCapture:
 
     Attributes:
         rows: By layer, the rows whose hidden states are captured.
-        expert_rows: The rows whose experts are captured. None: all rows of the batch, which are all wanted;
-            then nothing is copied, and no kernel launched.
+        expert_rows: The rows whose experts are captured. None: all rows of the batch, if all are wanted; then
+            nothing is copied and no kernel launched.
         found: By layer, [K, C] in the model's dtype, owned by this object.
         experts: One for each layer with experts, [K, E] int64, owned by this object. Empty: none.
     """
 
     def __init__(self, rows: Mapping[int, Sequence[int]], expert_rows: Sequence[int] | None = ()) -> None:
-        """`rows`: at least one for each layer. All are indexes into `ForwardInputs.wanted_rows`."""
+        """`rows`: at least one for each layer. All rows are indexes into `ForwardInputs.wanted_rows`."""
         self.rows = rows
         self.expert_rows = expert_rows
         self.found: dict[int, torch.Tensor] = {}
@@ -37,7 +37,7 @@ class RowCapture:
         """Copy the chosen rows of a layer, if there are any.
 
         Args:
-            layer: Its number.
+            layer: The number of the layer.
             wanted_rows: [R] int64, `ForwardInputs.wanted_rows`, on the device of the parts.
             parts: [T, C] each; their sum is the hidden states. Not modified.
         """
@@ -50,13 +50,13 @@ class RowCapture:
             self.found[layer] = first
 
     def capture_last(self, layer: int, states: torch.Tensor) -> None:
-        """Copy the chosen rows of `states` [R, C], which has the wanted rows only."""
+        """Copy the chosen rows of `states` [R, C], which has only the wanted rows."""
         rows = self.rows.get(layer)
         if rows is not None:
             self.found[layer] = states.index_select(0, torch.tensor(rows, device=states.device))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop what was captured of all rows but these."""
+        """Drop the captured data of all rows but these."""
         kept = set(rows)
         for layer, states in self.found.items():
             self.found[layer] = states[[at for at, row in enumerate(self.rows[layer]) if row in kept]]
@@ -67,13 +67,13 @@ class RowCapture:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What layers with experts do besides routing the rows that they get.
+    """Given experts for replay, and capture of routed experts, in layers with experts.
 
     Attributes:
-        given: [rows, L, E] int64, the experts that each row is computed with. A row of -1 is routed as usual.
-            None: all are.
-        rows: [K] int64, those of the rows whose experts are captured. None: all are.
-        found: Where layers add them, [K, E]. None: none are captured.
+        given: [rows, L, E] int64, the experts that each row is computed with. Rows of -1 are routed as usual.
+            None: all are routed as usual.
+        rows: [K] int64, the rows whose experts are captured. None: all rows.
+        found: The list to which each layer appends [K, E]. None: nothing is captured.
     """
 
     given: torch.Tensor | None
@@ -81,11 +81,11 @@ class Routing:
     found: list[torch.Tensor] | None
 
     def given_of(self, layer: int) -> torch.Tensor | None:
-        """[rows, E], of the layer with experts that has this number among those."""
+        """The given experts [rows, E] of the layer with this number among the layers with experts."""
         return None if self.given is None else self.given[:, layer]
 
     def note(self, expert_ids: torch.Tensor) -> None:
-        """Capture the experts of the next layer, [rows, E]."""
+        """Capture the experts [rows, E] of the next layer."""
         if self.found is not None:
             ids = expert_ids if self.rows is None else expert_ids.index_select(0, self.rows)
             self.found.append(ids)
@@ -99,7 +99,7 @@ def routing_of(
     Args:
         given: [T, L, E], `ForwardInputs.experts`.
         wanted_rows: [R] int64, on the device of the model.
-        capture: Gets what is found.
+        capture: Receives the captured experts.
         num_rows: T.
 
     Returns:

@@ -31,7 +31,7 @@ _JINJA = ("{{", "{%")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Templates by name, with "default" for requests that name none; and the texts of special tokens."""
+    """Templates by name, "default" for requests that name none; and the texts of special tokens."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class ChatTemplate:
     @property
     def nbytes(self) -> int:
         """The size of the message to clients, except for a few bytes per entry."""
-        # Special tokens occur in it twice.
+        # The message has the special tokens twice.
         texts = (*self.sources.items(), *self.special_tokens.items(), *self.special_tokens.items())
         return sum(len(text.encode()) for pair in texts for text in pair)
 
@@ -68,7 +68,7 @@ def read_chat_template(directory: Path, max_bytes: int) -> ChatTemplate:
 
 
 def _read_files(directory: Path, max_bytes: int) -> dict[str, str]:
-    """The templates in files of their own, by name; an empty text for each that is too large."""
+    """The templates in separate files, by name. Empty texts for those that are too large."""
     files = {DEFAULT: directory / TEMPLATE_FILE} if exists(directory / TEMPLATE_FILE) else {}
     named = _template_files(directory / TEMPLATE_DIRECTORY)
     files |= {file.name.removesuffix(TEMPLATE_SUFFIX): file for file in named}

@@ -1,7 +1,7 @@
-"""Runs the self-check of native code in a process of its own, whose memory is free again when it ends.
+"""Runs the self-check of native code in a child process, so that its memory is freed at its end.
 
-The libraries that the check imports take 180 MB, and what it computes up to 200 more, of which malloc keeps a
-part. In the worker's process that would stay for all its life.
+The libraries that the check imports take 180 MB, and its tensors up to 200 MB more, of which malloc keeps a
+part. In the worker's process this memory would never be freed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from workers.common.machine_limits import available_bytes
 from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError
 
-# It takes seconds, and minutes on a machine that is overloaded.
+# It takes seconds, or minutes on an overloaded machine.
 _TIMEOUT_S = 1800.0
 
 
 def check_apart(*arguments: Any) -> float | None:
-    """The result of `check_native` on the CPU, with these arguments, as this process would compute it.
+    """The result of `check_native` on the CPU with these arguments, computed in a child process.
 
     Raises:
         ModelError, KvSizingError: As `check_native`.
         ImportError: The transformers library cannot be imported.
-        MemoryError, RuntimeError: Memory ran out; or the process ended without a result, or does not end.
+        MemoryError, RuntimeError: Memory ran out; or the process ended without a result, or timed out.
     """
     try:
         process = subprocess.run(
             # -P: modules are not imported from the current directory.
             [sys.executable, "-P", "-m", "workers.models.check_process"],
-            # Pickled: both processes run the same code, and nobody else has the pipe.
+            # Pickle is safe here: both processes run the same code, and nobody else has the pipe.
             input=pickle.dumps((os.getpid(), torch.get_num_threads(), arguments)),
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": import_path()},
@@ -57,7 +57,7 @@ def check_apart(*arguments: Any) -> float | None:
 
 
 def _main() -> None:
-    """The child: reads arguments from standard input, and writes the result to standard output."""
+    """Runs in the child: reads arguments from standard input, writes the result to standard output."""
     set_death_signal(signal.SIGKILL)
     parent, threads, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our own parent
     if os.getppid() != parent:
@@ -67,7 +67,7 @@ def _main() -> None:
     torch.set_num_threads(threads)
     found: float | Exception | None
     try:
-        # Here: the parent must not import it, and what it imports can need more memory than there is.
+        # Imported here: the parent must not import it, and the import may run out of memory.
         from workers.models.native_parity_check import check_native  # noqa: PLC0415
 
         found = check_native(*arguments)

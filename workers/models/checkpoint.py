@@ -1,4 +1,4 @@
-"""What a stored tensor is, and those of safetensors: reads the headers, and the bytes of each tensor.
+"""Stored tensors: their interface, and those of safetensors, whose headers and bytes are read here.
 
 The safetensors library is not used, for three reasons. Its errors name neither tensor nor file. It opens
 files again by name, so a file may be replaced in between. It maps files into memory, where a read beyond the
@@ -38,9 +38,9 @@ from workers.models.parts import Part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Fits into the CPU's cache. With larger parts a load takes twice as long.
+# A part of this size fits into the CPU's cache. With larger ones a load takes twice as long.
 PART_BYTES = 4 << 20
-# How much more memory the values of quantised rows take, while they are put into another order.
+# The factor of memory that the values of quantised rows take while they are reordered.
 _EXPANSION = 8
 
 # Names in a safetensors header, and the dtypes that weights may have.
@@ -52,22 +52,22 @@ _MAX_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
 _CHECKED_ELEMENTS = 64 << 20
 
-# The dtype that the model is stored in, or on a CPU one that it computes faster.
+# The dtype that the model is stored in, or on a CPU one that is faster.
 AUTO = "auto"
 
 _log = logging.getLogger(__name__)
 
 
 class StoredTensor(ABC):
-    """A tensor of a model, however its files store it.
+    """A tensor of a model, in any file format.
 
     Attributes:
         name: Its name in the files, for messages.
         file: The file that holds it, or the first of them.
-        dtype: What its parts are: a name of `DTYPES`, or of a format of quantised weights.
-        shape: The shape that it has in the model, also if files have it in blocks.
+        dtype: The type of its parts: a name of `DTYPES`, or of a quantised format.
+        shape: Its shape in the model, even if files store it in blocks.
         begin: Where it begins in the file, in bytes. Tensors are read in this order.
-        nbytes: The bytes that are read.
+        nbytes: The number of bytes that are read.
     """
 
     name: str
@@ -79,7 +79,7 @@ class StoredTensor(ABC):
 
     @property
     def form(self) -> WeightFormat | None:
-        """How the matrix is held whose rows parts are, if they are quantised; None: they have the dtype."""
+        """The format in which quantised rows are held. None: parts have a dtype of `DTYPES`."""
         return FORMATS.get(self.dtype)
 
     @abstractmethod
@@ -88,13 +88,13 @@ class StoredTensor(ABC):
 
         Args:
             rows: Which of its rows; None: all.
-            staging: Where the parts are, if they are copied without waiting. None: in memory of their own.
+            staging: The buffers for parts that are copied asynchronously. None: parts have their own memory.
 
         Yields:
             The index of the first row, and the part: about `PART_BYTES`, or a single row if that is larger.
-            With a `dtype` of `DTYPES` it has that; else it is `QuantisedRows`, or uint8 [n, bytes of a row],
-            as the format stores rows. The next part overwrites it, so copy it; with `staging`, queue the
-            copies.
+            It has the `dtype` if that is in `DTYPES`; else it is `QuantisedRows`, or uint8 [n, bytes of a
+            row] as the format stores rows. The next part overwrites it, so copy it; with `staging`, queue
+            the copies.
 
         Raises:
             ModelError: A file cannot be read, or changed after its header was read.
@@ -102,15 +102,15 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def samples(self) -> Iterator[bytes]:
-        """Some of its bytes, for the `fingerprint`. Raises ModelError."""
+        """Samples of its bytes, for the `fingerprint`. Raises ModelError."""
 
 
 @dataclass(frozen=True)
 class TensorEntry(StoredTensor):
-    """A tensor that a file has in one piece: its rows one after the other.
+    """A tensor that is contiguous in a file.
 
     Attributes:
-        version: That of the file when its header was read.
+        version: The file's version when its header was read.
     """
 
     name: str
@@ -133,7 +133,7 @@ class TensorEntry(StoredTensor):
         return read_parts(self, rows, staging)
 
     def samples(self) -> Iterator[bytes]:
-        """See `StoredTensor`: of the beginning, the middle and the end."""
+        """See `StoredTensor`: samples of the beginning, the middle and the end."""
         with _open(self) as file:
             for offset in sorted({0, self.nbytes // 2, max(0, self.nbytes - _SAMPLE_BYTES)}):
                 file.seek(self.begin + offset)
@@ -143,11 +143,11 @@ class TensorEntry(StoredTensor):
 def choose_dtype(
     asked: torch.dtype | str, named: str | None, stored: str | None, device: torch.device
 ) -> torch.dtype:
-    """The dtype to load in.
+    """Chooses the dtype to load a model in.
 
     Args:
-        asked: A torch dtype or its name; AUTO: the dtype of the config, else that of the stored tensor, but
-            on a CPU float32 for float16.
+        asked: A torch dtype or its name. AUTO: the dtype of the config, else of the stored tensor; but
+            float32 instead of float16 on a CPU.
         named: The dtype that the config names.
         stored: The dtype of a tensor, as a header spells it.
         device: The device that will compute.
@@ -176,21 +176,21 @@ def check_finite(tensor: torch.Tensor, where: str) -> None:
     if math.isfinite(total.item()):
         return
     rows = tensor.reshape(1, -1) if tensor.dim() < 2 else tensor
-    # In parts: what finds them takes memory.
+    # In parts, because the check needs memory.
     for part in torch.split(rows, max(1, _CHECKED_ELEMENTS // max(1, rows.shape[1:].numel()))):
         if not part.isfinite().all():
             raise ModelError(f"{where} is not finite as {name_of(tensor.dtype)}")
 
 
 def name_of(dtype: torch.dtype | str) -> str:
-    """The name of a dtype in configs: "bfloat16", also of "torch.bfloat16"."""
+    """The name of a dtype in configs: "bfloat16" for torch.bfloat16 and "torch.bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
     """The tensors in `model.safetensors`, else in the shards that the index names, by name.
 
-    Or in the only file of safetensors: AutoGPTQ has named it gptq_model-4bit-128g.safetensors, for example.
+    Or else in the only safetensors file: AutoGPTQ names it gptq_model-4bit-128g.safetensors, for example.
 
     Raises ModelError if a file is missing, truncated or not safetensors; a tensor occurs twice, or overlaps
     another; or the index contradicts the shards.
@@ -218,17 +218,17 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
 
 
 class Staging:
-    """Two buffers for parts of tensors, by turns: one is filled while the other is copied to a device."""
+    """Two alternating buffers for parts of tensors: one is filled while the other is copied to a device."""
 
     def __init__(self, new_event: Callable[[], Any], *, pinned: bool) -> None:
-        """`new_event`: `torch.cuda.Event`. `pinned`: in memory from which a GPU copies without the host."""
+        """`new_event`: `torch.cuda.Event`. `pinned`: whether buffers are in pinned memory."""
         self._pinned = pinned
         self._events = [new_event() for _ in range(2)]
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._turn = 0
 
     def next_buffer(self, nbytes: int) -> torch.Tensor:
-        """[nbytes] uint8, whose last content is copied. It has its next turn after another one."""
+        """The next buffer, [nbytes] uint8. Waits until its previous content was copied."""
         turn = self._turn = 1 - self._turn
         self._events[turn].synchronize()
         if self._buffers[turn].numel() < nbytes:
@@ -237,12 +237,12 @@ class Staging:
         return self._buffers[turn][:nbytes]
 
     def copies_are_queued(self) -> None:
-        """Note that the copies of the last buffer are."""
+        """Must be called when all copies from the last buffer are queued."""
         self._events[self._turn].record()
 
 
 def _own_buffer(nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8 of Python's memory: torch's own left up to 12 MiB more of the heap in use."""
+    """[nbytes] uint8 in Python's memory: with torch's allocator up to 12 MiB more stayed in use."""
     # frombuffer refuses an empty buffer.
     return (
         torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
@@ -254,7 +254,7 @@ def _own_buffer(nbytes: int) -> torch.Tensor:
 def read_parts(
     entry: TensorEntry, rows: range | None = None, staging: Staging | None = None, multiple: int = 1
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """See `StoredTensor.parts`. Each part has a multiple of so many rows, if `rows` have."""
+    """See `StoredTensor.parts`. `multiple`: each part has a multiple of it rows, if `rows` has."""
     dtype = DTYPES.get(entry.dtype)
     count_all = entry.shape[0] if entry.shape else 1
     row_bytes = entry.nbytes // max(1, count_all)
@@ -328,7 +328,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_header(path: Path, max_bytes: int = _MAX_NAMES_BYTES) -> dict[str, TensorEntry]:
-    """The tensors of one file, by name. They fill it from the header to the end without gaps.
+    """The tensors of one file, by name. They must fill the file after the header without gaps.
 
     Raises ModelError, also for a header of more than `max_bytes`.
     """

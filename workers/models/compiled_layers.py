@@ -34,23 +34,23 @@ from workers.models.recurrent_layers import GatedDelta, Mamba2, RecurrentMixer, 
 
 
 class Stage(Protocol):
-    """A sublayer, or several of them, one after the other."""
+    """Runs one or several consecutive sublayers."""
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """See `Sublayer`. The output may be None: it was added to the residual stream."""
+        """See `Sublayer`. If the output is None, it was added to the residual stream."""
 
 
 def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory) -> list[Stage]:
-    """Sublayers, with those that are next to each other and can be compiled as one stage.
+    """Sublayers as stages. Consecutive ones that can be compiled become one stage.
 
-    In a group each is a stage of its own, since the ranks meet between them.
+    In a group each sublayer is its own stage, because the ranks sum between them.
 
     Args:
         model: Consecutive sublayers, packed.
         ropes: The rotary embeddings of the model.
-        memory: That of the model.
+        memory: The scratch memory of the model.
     """
     stages: list[Stage] = []
     for can, group in groupby(model, _can_compile):
@@ -65,7 +65,7 @@ def compiled(model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: subla
 
 
 class _CompiledPart:
-    """The `Stage` of a sublayer of a rank, which runs in one call up to the sum over the ranks."""
+    """The `Stage` of a rank's sublayer: one compiled call up to the sum over the ranks."""
 
     def __init__(self, sublayer: Sublayer, ropes: Sequence[RopeSpec], memory: sublayers.Memory) -> None:
         self._sublayer = sublayer
@@ -80,19 +80,19 @@ class _CompiledPart:
 
 
 class CompiledSublayers:
-    """Sublayers that run in one call. The results have the same bits as theirs."""
+    """Consecutive sublayers in one compiled call. The results have the same bits as separate calls."""
 
     def __init__(
         self, model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory
     ) -> None:
-        """Take packed sublayers, for which there are kernels."""
+        """`model`: packed sublayers for which there are kernels."""
         keep: list[object] = [model]
         described = [each for one in model for each in _described(one, ropes, keep)]
         bodies = [body for one in model for body in parts_of(one.body)]
         self._sublayers = sublayers.Sublayers(described, _dtype(bodies[0]), memory, keep)
         self._ropes = tuple(ropes)
         self._kv: weakref.ref[KvTensors] | None = None
-        # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
+        # If there are no kernels for the head width, only MLPs are compiled, and pages are not packed.
         self._uses_pages = any(isinstance(body, Attention) for body in bodies)
         self._returns_wanted = isinstance(bodies[-1], Projected) and bodies[-1].is_last
         self._experts = [body for body in bodies if isinstance(body, Experts)]
@@ -100,7 +100,7 @@ class CompiledSublayers:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the sublayers one after the other. Mutates `x`, too."""
+        """Runs all sublayers. Mutates `x` and `residual`."""
         inputs = context.inputs
         assert not isinstance(context.lora_slots, SortedRows), "these are slots on the CPU"
         if self._kv is None or self._kv() is not context.kv:
@@ -154,7 +154,7 @@ def _dtype(body: Body) -> torch.dtype:
 
 
 def _gate_of(body: Body) -> Linear | None:
-    """The gate of a shared expert."""
+    """The gate of a shared expert. None: there is none."""
     return body.gate if isinstance(body, WithSharedExpert) else None
 
 
@@ -164,7 +164,7 @@ def _can_compile_body(body: Body, *, is_split: bool) -> bool:
     return (
         isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
         and not (isinstance(body, RecurrentMixer) and body.within)
-        # In a group some norms need the other ranks in the middle of the sublayer.
+        # In a group these norms need the other ranks in the middle of the sublayer.
         and not (is_split and isinstance(body, Attention) and body.row_norms is not None)
         and not (isinstance(body, Mamba2) and body.norm_group is not None)
         and all(matrix.weight.compiled is not None for matrix in (body.into, body.output))
@@ -175,7 +175,7 @@ def _can_compile_body(body: Body, *, is_split: bool) -> bool:
 def _described(
     sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
 ) -> Iterator[sublayers.Sublayer]:
-    """The description refers to what is appended to `keep`, and to the tensors of the sublayer."""
+    """Describes a sublayer's parts for the kernel. `keep`: receives the objects that must stay alive."""
     parts, gate = parts_of(sublayer.body), _gate_of(sublayer.body)
     for body in parts:
         found = _of_body(body, ropes, keep)

@@ -43,15 +43,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The settings that may differ between layers.
+    """The settings of one layer.
 
     Attributes:
         window: The number of positions that a token attends to, its own included; None: all.
         rope: The rotary embedding of queries and keys; None: they are not rotated.
-        sparse: The layer has experts instead of an MLP.
-        attention: It has attention.
-        recurrent: It has a recurrent state.
-        feed_forward: It has an MLP, or experts.
+        sparse: Whether it has experts instead of an MLP.
+        attention: Whether it has attention.
+        recurrent: Whether it has a recurrent state.
+        feed_forward: Whether it has an MLP or experts.
     """
 
     window: int | None
@@ -67,15 +67,15 @@ class ModelConfig:
     """A decoder-only model. Names are those of Hugging Face configs; sizes are in elements or tokens.
 
     Attributes:
-        rotary_dim: How many elements of a head are rotated: the first ones.
-        layers: The settings of each layer. With `has_mtp_head` that of the head is one more, the last.
+        rotary_dim: The number of rotated elements of a head, which are the first ones.
+        layers: The settings of each layer. With `has_mtp_head` the last one is the head's layer.
         experts: The experts of the sparse layers; None if there are none.
-        latent: The widths of latent attention; None: attention is the usual one. With it there is one
-            key-value head, and a head is as wide as what pages have of a token.
+        latent: The widths of latent attention; None: ordinary attention. With it there is one key-value head,
+            and a head is as wide as a token's data in pages.
         attention_bias: The q, k and v projections have a bias.
         attention_output_bias: The output projection of attention has a bias.
         mlp_bias: The projections of the MLP have a bias.
-        recurrent: Those of layers with a recurrent state; None if there are none.
+        recurrent: The settings of layers with a recurrent state; None if there are none.
         activation: The activation of the gate, in the MLP and in experts.
         attention_scale: Multiplies the attention scores.
         attention_softcap: Bounds the attention scores; None: no bound.
@@ -83,14 +83,13 @@ class ModelConfig:
         logits_divisor: Divides the logits.
         embedding_scale: Multiplies the embeddings.
         residual_scale: Multiplies the output of a sublayer before it is added to the residual stream.
-        multipliers: Of the outputs of projections.
+        multipliers: The factors of projections' outputs.
         eos_token_ids: Tokens that end a text; empty if the model names none.
         bos_token_id: The token that starts a text; None if the model names none.
         dtype: The dtype that the config names for the weights; None if it names none.
-        wrapper: The model_type of the multimodal model of which this is the text part; None: there is none.
-        gguf_layout: Tensors have the names and the order of rows of GGUF files, where these differ; see
-            `Family`.
-        has_mtp_head: The model drafts with its own head for multi-token prediction; see `with_mtp_head`.
+        wrapper: The model_type of the multimodal model that this is the text part of; None: of none.
+        gguf_layout: Whether tensors have the names and row order of GGUF files; see `Family`.
+        has_mtp_head: Whether the model drafts with its own MTP head; see `with_mtp_head`.
     """
 
     model_type: str
@@ -125,11 +124,11 @@ class ModelConfig:
     dtype: str | None = None
     wrapper: str | None = None
     gguf_layout: bool = False
-    # Not a part of the fingerprint, since it changes no text.
+    # Not part of the fingerprint, since it changes no text.
     has_mtp_head: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check that settings agree. Raises ModelError."""
+        """Check that settings are consistent. Raises ModelError."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"num_attention_heads: must be a multiple of num_key_value_heads, "
@@ -153,12 +152,12 @@ class ModelConfig:
 
     @property
     def body_layers(self) -> tuple[LayerConfig, ...]:
-        """The layers of the model without its head for multi-token prediction."""
+        """The layers of the model without that of the MTP head."""
         return self.layers[:-1] if self.has_mtp_head else self.layers
 
     @property
     def with_mtp_head(self) -> ModelConfig:
-        """The config of the model with its head for multi-token prediction, a layer with full attention.
+        """The config of the model with its MTP head, which is one more layer with full attention.
 
         Raises UnsupportedError if there is no native code for one.
         """
@@ -170,7 +169,7 @@ class ModelConfig:
 
     @property
     def body(self) -> ModelConfig:
-        """The config of the model without that head."""
+        """The config of the model without the MTP head."""
         return dataclasses.replace(self, layers=self.body_layers, has_mtp_head=False)
 
     @property
@@ -180,17 +179,17 @@ class ModelConfig:
 
     @property
     def last_mixer(self) -> int:
-        """The last layer in which rows read others. After it only the wanted rows are computed."""
+        """The last layer in which rows read other rows. After it only the wanted rows are computed."""
         return max(index for index, layer in enumerate(self.layers) if layer.attention or layer.recurrent)
 
     @property
     def attends(self) -> bool:
-        """Whether a layer has attention. If not, what the config says of heads has no meaning."""
+        """Whether any layer has attention. If not, the settings of heads have no meaning."""
         return any(layer.attention for layer in self.layers)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer keeps a recurrent state."""
+        """Whether any layer has a recurrent state."""
         return any(layer.recurrent for layer in self.layers)
 
     @property
@@ -199,7 +198,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> ModelConfig:
-        """Read the settings of a model: config.json and, if it exists, generation_config.json, or their like.
+        """Read the settings of a model: config.json and, if it exists, generation_config.json; or a GGUF's.
 
         Raises ModelError if a file is missing or not JSON, or a setting is missing, invalid or not supported.
         """
@@ -217,7 +216,7 @@ class ModelConfig:
         Raises ModelError if a setting is missing, invalid or not supported; the message names it.
         """
         wrapper = settings.get("model_type")
-        if not isinstance(wrapper, str):  # nor does the library know what it is, which takes seconds to ask
+        if not isinstance(wrapper, str):  # the library would not know it, and its import takes seconds
             raise ModelError(f"model_type: must be the name of a model family, got {wrapper!r}")
         settings = text_part(settings)
         family = family_of(settings.get("model_type"))
@@ -307,7 +306,7 @@ def _activation(settings: Mapping[str, object], family: Family) -> Activation:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedError(f"{family.activation}: must be one of {known}, got {name!r}")
-    # The first configs of Gemma say gelu, and transformers too uses its approximation for them.
+    # The first configs of Gemma say gelu, but mean its approximation, also in transformers.
     legacy = name == "gelu" and settings.get("model_type") == "gemma"
     return "gelu_tanh" if legacy else _ACTIVATIONS[name]
 
@@ -325,7 +324,7 @@ def _embedding_scale(settings: Mapping[str, object], family: Family, hidden_size
 
 
 def _family_number(family: Family, name: str, settings: Mapping[str, object]) -> float | None:
-    """A number that only some families read; None if it is absent, null or 0. Raises ModelError."""
+    """A number that only some families read. None: absent, null or 0. Raises ModelError."""
     return optional_number(settings, name) if name in family.reads else None
 
 

@@ -1,9 +1,9 @@
-"""Which keys of a config.json are read, and which refuse the model.
+"""The keys of a config.json that are read, and those for which a model is refused.
 
-A family reads those of `READ`, and its own in `registry`. Any other key cannot change the result, since the
-family's code in the transformers library does not read it either. The exceptions are the keys that the
-library reads for every model (masks, caches, rotary embeddings): those refuse the model, unless they have the
-value without an effect. `tests/workers/test_config_keys.py` looks for more of them in the library's code.
+A family reads the keys of `READ`, and its own from `registry`. No other key can change the result, since the
+family's code in the transformers library does not read it either. The exceptions are keys that the library
+reads for every model (masks, caches, rotary embeddings): a model with one is refused, unless its value has
+no effect. `tests/workers/test_config_keys.py` searches the library's code for more of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READ = names(
     """
 )
 
-# The library reads them for every model. Each with its value without an effect; ... : there is none.
+# Keys that the library reads for every model, each with the value that has no effect. ...: there is none.
 REFUSED_UNLESS: dict[str, object] = {
     "attention_chunk_size": ...,
     "default_theta": ...,
@@ -41,8 +41,8 @@ REFUSED_UNLESS: dict[str, object] = {
 
 
 def keys_read(family: Family) -> frozenset[str]:
-    """The keys that are read of a config of this family."""
-    # If each type of layer has its own rotation, the library takes it from the parameters of that.
+    """The keys of a config that this family reads."""
+    # With a rotation for each layer type, the library reads this from the type's own parameters.
     shared = set[str]() if family.rope_by_type else {"original_max_position_embeddings"}
     biases = {"attention_bias": family.qkv_bias, "mlp_bias": family.mlp_bias}
     return (
@@ -51,7 +51,7 @@ def keys_read(family: Family) -> frozenset[str]:
 
 
 def settings_read(settings: Mapping[str, object], family: Family) -> dict[str, object]:
-    """The settings that the family reads. null counts as absent in the others.
+    """The settings that the family reads. In all others null counts as absent.
 
     Raises UnsupportedError if the weights are quantised in a way that is not supported, or another setting
     might change the model.

@@ -38,10 +38,10 @@ from workers.models.steering import SteeredRows, SteeredStage
 
 @dataclass(frozen=True, slots=True)
 class CapturedStage:
-    """A `Stage` from the first sublayer of a layer on, counted from 0; the states before it are captured.
+    """A `Stage` that begins with a layer, counted from 0. Captures the hidden states before it.
 
     Attributes:
-        selects: Rows are those of the batch, not the wanted rows only.
+        selects: Whether rows are all rows of the batch, from which the wanted ones are selected.
     """
 
     stage: Stage
@@ -52,7 +52,7 @@ class CapturedStage:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        # The output of the previous layer is the residual stream plus x, which is not added yet.
+        # The output of the previous layer is residual + x; x is not added yet.
         parts = (residual,) if x is None else (residual, x)
         if self.selects:
             self.capture.capture_rows(self.layer, context.inputs.wanted_rows, *parts)
@@ -86,7 +86,7 @@ class Decoder(Adapted):
             final_norm: The norm before the head.
             lm_head: [V, C]; the same object as `embedding` if the two are tied.
             shard: The part of the model that the parameters are.
-            mtp_head: With which it drafts; None: it does not.
+            mtp_head: The MTP head that it drafts with; None: it does not.
         """
         super().__init__()
         self.config = config
@@ -113,17 +113,17 @@ class Decoder(Adapted):
         if mtp_head is not None:
             mtp_head.state = len(self.state_shapes)
             self.state_shapes += (mtp_head.state_shape,)
-        # A state is that after one text, and there is none of each branch.
+        # A recurrent state belongs to a single text, so there is none for each branch of a tree.
         self.takes_trees = not self.state_shapes
         self.graphable = mtp_head is None
         self.kv_layers = (of_layer,) * sum(layer.attention for layer in config.layers)
         self._ropes = tuple(config.ropes)
         self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
-        # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.
+        # Packed models run several sublayers in one call; on a GPU, operations on few rows are fused.
         of_all_rows, of_wanted_rows = self._parted()
         self._of_all_rows: Sequence[Stage] = of_all_rows
         self._of_wanted_rows: Sequence[Stage] = of_wanted_rows
-        # The layer that begins, and that which ends, with a sublayer of this number.
+        # The layers that begin, and that end, with a sublayer of this number.
         ends = [*itertools.accumulate(map(len, self.layers))]
         self._begins = {begin: index for index, begin in enumerate([0, *ends[:-1]])}
         self._ends = {end - 1: index for index, end in enumerate(ends)}
@@ -132,13 +132,13 @@ class Decoder(Adapted):
         if self.device.type == "cuda":
             self.fuse_few_rows(TilesOfPlaces(device_ms))
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
-        # In families that scale by the square root of the width, the factor is rounded to the model's dtype.
+        # Families that scale by the square root of the width round the factor to the model's dtype.
         self._embedding_scale = config.embedding_scale
         if config.family.scales_embeddings:
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
 
     def targets(self) -> dict[str, LoadTarget]:
-        """The target of each tensor of a Hugging Face checkpoint, by the name of the tensor.
+        """The target of each tensor of a Hugging Face checkpoint, by the tensor's name.
 
         The targets cover every element of every parameter once. Writing to a target changes the model.
         """
@@ -175,7 +175,7 @@ class Decoder(Adapted):
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Compute again what follows from the parameters, which were written through `targets`."""
+        """Recompute data derived from the parameters, after these were written through `targets`."""
         for sublayer in self._sublayers():
             sublayer.body.renew()
 
@@ -188,12 +188,12 @@ class Decoder(Adapted):
         return True
 
     def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
-        """Run steps of few rows in fewer launches, where that is faster; see `workers.models.few_rows`."""
+        """Run steps of few rows with fewer launches, where that is faster. See `workers.models.few_rows`."""
         self.tiles = tiles
         self._of_all_rows, self._of_wanted_rows = ([FewRows(each, tiles)] for each in self._parted())
 
     def _compile(self) -> None:
-        """Run sublayers in few calls, where that is possible on the CPU."""
+        """Combine sublayers into compiled calls, where that is possible on the CPU."""
         if self.device.type == "cuda":
             return
         memory = Memory()
@@ -206,9 +206,9 @@ class Decoder(Adapted):
         return [sublayer for layer in self.layers for sublayer in layer]
 
     def _parted(self) -> tuple[list[Sublayer], list[Sublayer]]:
-        """The sublayers up to the last that reads other rows, which returns the wanted rows; and the rest.
+        """The sublayers up to the last one that reads other rows, which returns wanted rows; and the rest.
 
-        A head for multi-token prediction reads all rows of the last one.
+        With an MTP head all sublayers compute all rows.
         """
         every = self._sublayers()
         reading = sum(len(layer) for layer in self.layers[: self.config.last_mixer]) + 1
@@ -256,7 +256,7 @@ class Decoder(Adapted):
             if capture is not None:
                 capture.capture_last(len(self.layers), hidden)
             return hidden
-        # The last attention, or what is in its place, returned the wanted rows only.
+        # The last attention, or the layer in its place, has returned only the wanted rows.
         residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
         if not len(residual):
             return residual
@@ -276,7 +276,7 @@ class Decoder(Adapted):
     def _hidden_with_head(
         self, head: MtpHead, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """The hidden rows of the wanted rows; what the head keeps of all rows is written."""
+        """The hidden rows of the wanted rows. Writes the MTP head's keys, values and states of all rows."""
         hidden = self._final_norm(residual) if x is None else self._final_norm.of_sum(x, residual)  # [T, C]
         head.write(self._embedded(context.inputs), hidden, context)
         return hidden.index_select(0, context.inputs.wanted_rows)
@@ -285,18 +285,18 @@ class Decoder(Adapted):
     def draft(
         self, inputs: ForwardInputs, before: torch.Tensor, kv: KvTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of the tokens after one token of each item, by the head for multi-token prediction.
+        """The MTP head's logits of the token after one token of each item.
 
-        Mutates `kv`: writes the keys and values of the head.
+        Mutates `kv`: writes the head's keys and values.
 
         Args:
-            inputs: One token of each item, all of whose rows are wanted.
-            before: [N, C] the hidden rows of the tokens before them, from `forward`; or the second result
-                for those.
+            inputs: One token of each item. All rows are wanted.
+            before: [N, C] the hidden rows of the previous tokens from `forward`, or the second result of
+                `draft` for these.
             kv: As for `forward`.
 
         Returns:
-            [N, V], and [N, C] for the tokens after these.
+            The logits [N, V], and [N, C], which is `before` of the next tokens.
         """
         assert self.mtp_head is not None
         context = ForwardContext(inputs, kv, self._rotations(inputs.positions, kv), self.batch_invariant)
@@ -306,9 +306,9 @@ class Decoder(Adapted):
     def _stages(
         self, steered: SteeredRows | None, wanted_rows: torch.Tensor, capture: RowCapture | None
     ) -> tuple[Sequence[Stage], Sequence[Stage]]:
-        """What a forward with steering or a capture runs on all rows, and on the wanted rows.
+        """The stages on all rows and on the wanted rows, for a forward with steering or a capture.
 
-        States and steering are between sublayers, of which several may be compiled as one otherwise.
+        These need access between sublayers, which may otherwise be compiled as one.
         """
         captures = capture is not None and bool(capture.rows)
         if steered is None and not captures:
@@ -335,7 +335,7 @@ class Decoder(Adapted):
             hidden: [R, C] from `forward`.
 
         Returns:
-            [R, V] in the head's dtype, owned by the caller. Without meaning on other ranks than 0.
+            [R, V] in the head's dtype, owned by the caller. Only meaningful on rank 0.
         """
         logits = linear(hidden.to(self.lm_head.dtype), self.lm_head, batch_invariant=self.batch_invariant)
         logits = self._shard.logits(logits, self.config.vocab_size)

@@ -1,4 +1,4 @@
-"""Draws rows of quantised matrices, for self-checks: there is nothing else that makes most formats."""
+"""Random rows of quantised matrices, for self-checks. Most formats have no quantiser here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from workers.models.parts import Part
 from workers.models.quantised.matrix import Float8Rows, IntegerRows
 
 _BLOCKS = {name: (inputs, nbytes) for name, inputs, nbytes in TYPES.values()}
-# Where a block has its float16 scale, and the one of its minimum: how many times as large that is, so that
-# values are positive as often as negative. And the standard deviation of values, where the scale is 1.
+# By format: the place in a block of its float16 scale and of its minimum, the factor from scale to minimum
+# that centres the values at 0, and the standard deviation of values with a scale of 1.
 _SCALES: dict[str, tuple[int, int | None, float, float]] = {
     "q4_0": (0, None, 0.0, 4.6), "q8_0": (0, None, 0.0, 74.0), "q5_0": (0, None, 0.0, 9.2),
     "q4_1": (0, 2, -7.5, 4.6), "q5_1": (0, 2, -15.5, 9.2),
@@ -23,22 +23,22 @@ _SCALES: dict[str, tuple[int, int | None, float, float]] = {
     "q2_k": (80, 82, 1.5, 12.3), "q3_k": (108, None, 0.0, 42.5), "q6_k": (208, None, 0.0, 1370.0),
     "q4_k": (0, 2, 7.5, 240.0), "q5_k": (0, 2, 15.5, 480.0),
 }  # fmt: skip
-# The standard deviation of 4-bit floats that are equally likely, and the exponent of a scale of 1.
+# The standard deviation of equally likely 4-bit floats, and the exponent of a scale of 1.
 _SPREAD_OF_FLOATS, _EXPONENT_OF_1 = 2.93, 127
 
 
 def can_draw(form: WeightFormat, shape: tuple[int, ...]) -> bool:
-    """Whether there can be a matrix of this shape."""
+    """Whether a matrix of this shape can be drawn in a format."""
     return len(shape) == 2 and (form.name not in FORMATS or shape[1] % _BLOCKS[form.name][0] == 0)
 
 
 def drawn(form: WeightFormat, shape: tuple[int, ...], deviation: float, seed: int) -> Part:
-    """Random rows of a matrix, as files have them.
+    """Random rows of a matrix, as files store them.
 
     Args:
-        form: Their format.
-        shape: [O, I], as `can_draw` allows it.
-        deviation: About the standard deviation of what they stand for.
+        form: The format.
+        shape: [O, I]; `can_draw` must allow it.
+        deviation: The approximate standard deviation of the dequantised values.
         seed: The same one gives the same rows.
     """
     outputs, inputs = shape
@@ -48,13 +48,13 @@ def drawn(form: WeightFormat, shape: tuple[int, ...], deviation: float, seed: in
 
 
 def drawn_blocks(format_name: str, shape: tuple[int, int], deviation: float, seed: int) -> torch.Tensor:
-    """Rows of a format of GGUF by its name, of whole blocks: uint8 [O, bytes of a row]. See `drawn`."""
+    """Random rows of whole blocks of a GGUF format, by its name: uint8 [O, bytes of a row]. See `drawn`."""
     block_inputs, block_bytes = _BLOCKS[format_name]
     generator = torch.Generator().manual_seed(seed)
     count = shape[0] * shape[1] // block_inputs
     blocks = torch.randint(0, 256, (count, block_bytes), dtype=torch.uint8, generator=generator)
     if format_name == "mxfp4":
-        # The place of its scale, which is a power of two.
+        # The first byte is the exponent of the scale.
         blocks[:, 0] = round(math.log2(deviation / _SPREAD_OF_FLOATS)) + _EXPONENT_OF_1
         return blocks.view(shape[0], -1)
     place, place_of_minimum, ratio, spread = _SCALES[format_name]
@@ -80,11 +80,11 @@ def _integers_or_floats(
     within = form.within if isinstance(form, PermutedFormat) else form
     levels = 1 << within.bits
     if within.table:
-        # About that of a table's numbers beside the largest.
+        # Roughly the standard deviation of a table's numbers relative to the largest.
         scales *= 2 / max(TABLES[within.table])
         places = torch.randint(0, levels, (outputs, inputs), generator=generator, dtype=torch.uint8)
         return IntegerRows(places, scales, None, order, within.table)
-    # The standard deviation of integers that are equally likely.
+    # By the standard deviation of equally likely integers.
     scales = (scales * 12**0.5 / levels).to(within.scale_dtype)
     integers = torch.randint(0, levels, (outputs, inputs), generator=generator)
     if within.zeros:
@@ -97,7 +97,7 @@ def _integers_or_floats(
 
 
 def scale_inputs(form: WeightFormat, inputs: int) -> int:
-    """The inputs with one scale in a row of so many."""
+    """The number of inputs with one scale, in rows of `inputs` inputs."""
     if isinstance(form, Float8Format):
         return form.scale_inputs or inputs
     within = form.within if isinstance(form, PermutedFormat) else form

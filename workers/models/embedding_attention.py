@@ -1,9 +1,9 @@
-"""A model without weights: attention over embeddings that are formulas of a token and its position.
+"""A model without weights: attention over embeddings computed from a token and its position.
 
-It serves tests and benchmarks of the code around a model. It uses the real paged KV cache, and each of its
-numbers can be checked by hand. The next token depends on the key and the value of every position: a page
-that is wrong, missing, or in another place changes it. Up to the logits there are only whole numbers and
-exact sums, so the bits are the same in any batch, in chunks of any size, and on any machine.
+It is for tests and benchmarks of the code around a model. It uses the real paged KV cache, and its numbers
+can be checked by hand. The next token depends on the key and the value of every position: a wrong, missing or
+misplaced page changes it. Up to the logits there are only whole numbers and exact sums, so the bits are the
+same in any batch, in chunks of any size, and on any machine.
 
 Let turn(i, x) = x * 16807^(i + 2) mod P, with the prime P = 2^31 - 1. Let sign(i, x) be 1 if that is below
 P / 2, and otherwise -1. An embedding is a row of such signs, where the simplest model of this kind has a
@@ -54,12 +54,12 @@ from workers.models.page_writes import PageWrites
 VOCAB_SIZE, NUM_HEADS, HEAD_DIM = 1024, 2, 32
 _SIGNS, _PAIRS = HEAD_DIM - 2, HEAD_DIM // 2
 _GENERATOR, _PRIME = 16807, 2**31 - 1
-# The number of phases; small enough for a table.
+# The number of phases, which is small enough for a table.
 _PHASES = 8191
-# Half of what a position lacks that is not accepted, as an exponent of 2: its weight is 0 in float32.
+# Half of the exponent of 2 that a position loses if it is not accepted: then its weight is 0 in float32.
 _ACCEPTANCE = 64.0
-# The exponent of the sink, and of what makes its head's results whole numbers: a power of 2, for which the
-# kernel gets it back exactly from a natural logarithm in float32.
+# The exponent of the sink, and of the factor that makes a head's results whole numbers: a power of 2, so that
+# the kernel recovers it exactly from a natural logarithm in float32.
 _SINK = 64
 # Whole numbers up to this are exact in float32.
 _EXACT = 2**24
@@ -69,7 +69,7 @@ class EmbeddingAttention:
     """The model of the module's docstring, as a `Model`. float32."""
 
     dtype = torch.float32
-    # With no norm or residual stream there are no hidden states.
+    # Without norms and a residual stream there are no hidden states.
     has_hidden_states = False
     takes_trees = True
     packs_kv = True
@@ -87,7 +87,7 @@ class EmbeddingAttention:
         self._scoring = Scoring(math.log(2), sinks=_SINK * logarithm, alibi_slopes=logarithm)
         signs = _signs(VOCAB_SIZE, 0)[:, None]
         self._tokens = functional.pad(signs, (2, 0), value=1.0).to(self.device)  # [V, 1, D]
-        # What multiplies the row of a token at each position, for its key and its queries.
+        # The factors of a token's row at each position, for its key and its queries.
         self._keys, self._queries = torch.empty(0), torch.empty(0)  # [L, 1, D], [L, H, D]
         self._mixing = _mixing().to(self.device)  # [H * D, D / 2]
         self._phases = _circle(torch.arange(_PHASES).double() / _PHASES).to(self.device)
@@ -97,7 +97,7 @@ class EmbeddingAttention:
     def forward(
         self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
-        """Attend the batch.
+        """Run the attention of the batch.
 
         Mutates `kv`: writes the keys and values of the batch's tokens to their slots.
 
@@ -118,7 +118,7 @@ class EmbeddingAttention:
         queries = rows.mul(self._queries.index_select(0, inputs.positions))  # [T, H, D]
         k_pages, v_pages = kv.layer(0)
         if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
-            # Not by `paged_attention`, whose checks cost more than it does here.
+            # Not by `paged_attention`, whose checks take longer than the attention here.
             kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
             attended = torch.empty(queries.shape[0], NUM_HEADS * HEAD_DIM)  # [T, H * D]
             cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
@@ -147,11 +147,11 @@ class EmbeddingAttention:
         attended = paged_attention(
             queries, k_pages, v_pages, inputs.attention, scale=scale, sinks=sinks, alibi_slopes=slopes
         )
-        # The compiled kernel has powers of 2, torch exponentials, with which sums are nearly whole.
+        # The compiled kernel uses powers of 2. torch uses exponentials, whose sums are only nearly whole.
         return attended.flatten(1).mul_(2.0**_SINK).round_().mul_(2.0**-_SINK)
 
     def _lengthen(self, length: int) -> None:
-        """Have the tables of positions up to this."""
+        """Extend the tables of positions to `length`."""
         positions = torch.arange(length)
         signs = _signs(length, _SIGNS)  # [L, N]
         keys = torch.cat((torch.ones(length, 1), positions[:, None].float(), signs), dim=1)
@@ -176,7 +176,7 @@ def _signs(count: int, first: int) -> torch.Tensor:
 
 
 def _mixing() -> torch.Tensor:
-    """What multiplies the results of all heads in each phase: [H * D, D / 2] float64, whole times 2^64."""
+    """The factors of all heads' results in each phase: [H * D, D / 2] float64, whole numbers times 2^64."""
     numbers = NUM_HEADS * HEAD_DIM
     flat = torch.tensor([pow(_GENERATOR, j + 2, _PRIME) % _PHASES for j in range(_PAIRS * numbers)])
     mixing = flat.view(_PAIRS, numbers).T.double().contiguous()

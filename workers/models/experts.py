@@ -1,6 +1,6 @@
 """A mixture of experts: a router chooses a few MLPs for each token.
 
-Dimension letters: T tokens; C hidden width; D width of the rows of experts, which is C but in some models; I
+Dimension letters: T tokens; C hidden width; D width of the experts' inputs, which is C in most models; I
 intermediate width of an expert; E experts.
 """
 
@@ -36,7 +36,7 @@ class ExpertBiases:
         router: [E].
         gate_up: [E, 2 * I].
         down: [E, C].
-        has_down: Whether `down` is to be filled. If not, another rank adds it, and here it is 0.
+        has_down: Whether `down` is filled. If not, it is 0 here, because another rank adds it.
     """
 
     router: torch.Tensor
@@ -53,8 +53,8 @@ class Experts(Body):
     """The sum of the chosen experts' outputs, weighted by the router.
 
     Attributes:
-        index: The number of the layer among those with experts.
-        per_token: How many are chosen for a token.
+        index: The number of the layer among the layers with experts.
+        per_token: The number of experts chosen for a token.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a layer
@@ -74,14 +74,14 @@ class Experts(Body):
 
         Args:
             config: The model.
-            part: The part of each expert's intermediate width that this rank has.
-            index: The number of the layer among those with experts.
+            part: This rank's part of each expert's intermediate width.
+            index: The number of the layer among the layers with experts.
             router: [E, C].
             gate_up: [E, 2 * I, D], rows of gate, then up; I: the width of `part`. Without gates [E, I, D].
             down: [E, D, I].
             biases: None: there are none.
             correction: [E] float32, see `kernels.experts.route`; None: there is none.
-            latent: [D, C] and [C, D], before and after experts; None: D is C.
+            latent: Projections [D, C] and [C, D] before and after the experts; None: D is C.
         """
         self._correction, self._latent = correction, latent
         self.gate_up = gate_up
@@ -141,7 +141,7 @@ class Experts(Body):
                 yield f"{prefix}{name.format(expert)}{kind}", LoadTarget(into, shape, taken=taken, first=at)
 
     def projections(self) -> Iterator[tuple[str, Projection]]:
-        """See `Body`. There are no kernels for adapters of experts without gates, and none on a GPU."""
+        """See `Body`. Without kernels for their adapters: experts without gates, and any on a GPU."""
         if self.router.weight.device.type == "cpu":
             yield "", self.router
             if self._names.gate:
@@ -164,12 +164,12 @@ class Experts(Body):
 
     @property
     def can_compile(self) -> bool:
-        """Whether there are kernels for all of it."""
+        """Whether there are compiled kernels for all of its parts."""
         is_packed = isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
         return is_packed and self.router.weight.compiled is not None and self._latent is None
 
     def compiled(self) -> Mixture:
-        """What compiled sublayers need besides the router, if it `can_compile`. Keeps nothing alive."""
+        """The description for compiled sublayers, except the router. Keeps nothing alive."""
         assert isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
         config, biases = self._config, self._biases
         into, out_of = self._into.lora, self._out_of.lora

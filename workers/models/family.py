@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# The types of layers in configs. Recurrent ones are LINEAR, but short convolutions.
+# The types of layers in configs. Recurrent ones are LINEAR, except short convolutions.
 FULL, SLIDING, MLP, EXPERTS = "full_attention", "sliding_attention", "mlp", "moe"
 LINEAR, CONV = "linear_attention", "conv"
 RecurrentKind = Literal[
@@ -19,7 +19,7 @@ LayerTypes = Callable[[Mapping[str, object], int], list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormNames:
-    """The names of a layer's norms in a checkpoint. None: there is no norm at that place."""
+    """The names of a layer's norms in a checkpoint. None: there is no such norm."""
 
     before_attention: str | None = None
     after_attention: str | None = None
@@ -32,20 +32,21 @@ class ExpertNames:
     """Names of tensors in a layer of a checkpoint; {} stands for the number of the expert.
 
     Attributes:
-        router: Before "weight", or "bias".
-        gate: Likewise; "": experts have no gate.
-        up: Likewise.
-        down: Likewise.
-        correction: See `kernels.experts.route`.
-        stacked: What the names of tensors begin with that have the matrices of all experts; see
+        router: The name of the router, without "weight" or "bias".
+        gate: The same for the gate projection of an expert; "": experts have no gate.
+        up: The same for the up projection.
+        down: The same for the down projection.
+        correction: The tensor of score corrections; see `kernels.experts.route`.
+        stacked: The prefix of tensors that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
-        stacked_parts: The rest of these names: of gate and up, and of down.
+        stacked_parts: The rest of these names: for gate and up, and for down.
         module: The module of the library that has these matrices, as gate_up_proj and down_proj.
-        by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
-        shared: What the names of the expert that computes each token begin with; None: there is none.
-        latent: What the names of projections to a narrower width and back begin with, between which the other
-            experts are in a model that says so.
-        shared_gate: Before "weight": its output is multiplied by the sigmoid of this product. "": it is not.
+        by_turns: In these, rows of gate and up alternate, and inputs come before outputs.
+        shared: The prefix of the shared expert; None: there is none.
+        latent: The prefixes of the projections to the routed experts' narrower width and back, in models
+            that have them.
+        shared_gate: The gate of the shared expert, without "weight": the expert's output is multiplied by the
+            sigmoid of this product. "": there is none.
     """
 
     router: str
@@ -82,62 +83,61 @@ def _all_sliding(_: Mapping[str, object], layers: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The properties of a family that its configs do not say.
+    """The properties of a family that its configs do not contain.
 
     Attributes:
-        defaults: The library's values of absent settings, if they differ from those of `config`. A setting
-            that is null is not absent.
+        defaults: The library's values for absent settings, if they differ from those in `config`. A null
+            setting is not absent.
         reads: The settings that this family reads in addition to those that all families read.
         qkv_bias: The q, k and v projections have a bias; None: as `attention_bias` says.
         output_bias: The output projection of attention has a bias; None: as `attention_bias` says.
         mlp_bias: The projections of the MLP have a bias; None: as `mlp_bias` says.
-        latent_attention: Attention is over latents of tokens; see `workers.models.latent_attention`.
-        qk_norm: Queries and keys are RMS-normalised before the rotation: each head, or the row of all heads.
+        latent_attention: Attention is latent attention; see `workers.models.latent_attention`.
+        qk_norm: Queries and keys are RMS-normalised before the rotation: by head, or the row of all heads.
         norms: The norms of a layer.
         wide_norms: The weight of a norm multiplies before the result is rounded to the model's dtype.
         norm_offset: Added to the weights of norms.
-        layer_types: Which layers have the sliding window.
+        layer_types: The type of each layer, if the config does not list them.
         windows_opt_in: `sliding_window` is used only if `use_sliding_window` is true.
         rope_by_type: Each type of layer has its own parameters of the rotary embedding.
         scales_embeddings: Embeddings are multiplied by the square root of their width.
         activation: The name of the setting for the activation of the MLP.
-        respelled: The settings of a config in the spelling that all families have.
-        recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
-        recurrent_place: What the names of their parts begin with in a layer of a checkpoint.
-        recurrent_names: Of the gated delta rule, the projections in a checkpoint: of gates, of the inputs of
-            the convolution, of b and of a. Or the last two, or each two, are one: of each key head together.
+        respelled: Converts the settings of a config to the spelling that all families share.
+        recurrent: The kind of recurrent layers that may replace attention; None: there are none.
+        recurrent_place: The prefix of their parts in a layer of a checkpoint.
+        recurrent_names: For the gated delta rule, the projections in a checkpoint: of gates, of the
+            convolution's inputs, of b and of a. If the last two, or each two, are fused, then by key head.
         final_norm: The name of the norm before the head in a checkpoint.
         qk_norm_names: The norms of queries and of keys.
-        attention: What the names of the parts of attention begin with in a layer of a checkpoint.
-        attention_names: The projections in a checkpoint: q, k and v, or one that is fused.
+        attention: The prefix of the parts of attention in a layer of a checkpoint.
+        attention_names: The projections in a checkpoint: q, k and v, or a fused one.
         attention_output: The projection back to the hidden width.
-        mlp: What the names of an MLP begin with in a layer of a checkpoint.
+        mlp: The prefix of the MLP in a layer of a checkpoint.
         mlp_down: Its projection back to the hidden width.
-        mlp_names: The projections of the MLP in a checkpoint: gate and up, one that is fused, or up alone.
-        gguf_mlp_names: Those that a GGUF file has in their place; empty: the same ones.
+        mlp_names: The projections of the MLP in a checkpoint: gate and up, a fused one, or only up.
+        gguf_mlp_names: The projections of the MLP in a GGUF file; empty: the same as `mlp_names`.
         gguf_recurrent_names: The same for `recurrent_names`.
-        gguf_tiled: A GGUF file has the value heads of the gated delta rule in another order; see
+        gguf_tiled: GGUF files have the value heads of the gated delta rule in another order; see
             `GatedDeltaConfig`.
         gated_mlp: The MLP has a gate.
         side_by_side: Each layer has a recurrent layer beside its attention.
-        one_sublayer: Each layer is attention, what is in its place, or an MLP.
-        renamed: Parts of the names of tensors, and what is instead in checkpoints of other families, or in
-            the library. The first match counts.
+        one_sublayer: Each layer is a single sublayer: attention, a recurrent layer, or an MLP.
+        renamed: Replacements in names of tensors: (part, its spelling in checkpoints of other families, or in
+            the library). The first match counts.
         experts: The names of the experts' tensors; None: no layer has experts.
-        wide_routing: The router's weights of experts stay float32.
+        wide_routing: The router's expert weights stay float32.
         expert_biases: The router and the projections of experts have biases.
-        clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
-        sinks: Each head has a logit that is a term of the softmax and has no value.
+        clamped_gate: The gate of experts is always `clamped_swiglu`.
+        sinks: Each head has an attention sink: a logit that is a term of the softmax and has no value.
         sigmoid_routing: Experts are chosen by sigmoids; see `kernels.experts`.
-        routing_eps: Added to the sum by which the weights of experts are divided.
+        routing_eps: Added to the sum by which the expert weights are divided.
         wide_router: The router and its product are float32.
-        left_out: What the names of tensors begin with that a forward does not need; {} stands for the number
-            of layers.
-        mtp_names: What the names of those of a head for multi-token prediction begin with, and what instead
-            in checkpoints of DeepSeek. Empty: there is none, or no native code for it. See `mtp_head`.
-        mtp_feeds_normed: Such a head goes on from what its last norm returns, and not from what that gets.
-        gated_attention: What is attended is multiplied by sigmoid(gate), and the projection of queries has
-            the gates too, those of a head after its query.
+        left_out: The prefixes of tensors that a forward does not need; {} stands for the number of layers.
+        mtp_names: The prefixes of tensors of an MTP head, and their spelling in checkpoints of DeepSeek.
+            Empty: there is none, or no native code for it. See `mtp_head`.
+        mtp_feeds_normed: The MTP head continues from the output of its last norm, not from its input.
+        gated_attention: The output of attention is multiplied by sigmoid(gate). The query projection also
+            has the gates: each head's after its query.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Family:
     gated_attention: bool = False
 
     def renamed_tensor(self, name: str) -> str:
-        """The name of a tensor as it would be in checkpoints of other families."""
+        """The name of a tensor in the spelling of other families' checkpoints."""
         for before, after in self.renamed:
             if before in name:
                 return name.replace(before, after, 1)
@@ -196,7 +196,7 @@ class Family:
 
 
 def defaults(*sizes: int | None, **more: object) -> dict[str, object]:
-    """The defaults of a family. `sizes`: those of `_SIZES`, in order."""
+    """The defaults of a family. `sizes`: the values of `_SIZES`, in order."""
     return dict(zip(_SIZES, sizes, strict=True)) | more
 
 

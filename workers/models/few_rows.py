@@ -1,8 +1,8 @@
-"""Runs sublayers on few rows with fewer launches, on a GPU: products do what comes before and after them.
+"""Runs sublayers on few rows with fewer launches on a GPU: products include the operations around them.
 
-A layer takes 10 launches as separate operations, and 7 as products with their norm, gate and residual. Which
+A layer takes 10 launches as separate operations, and 7 as products fused with norm, gate and residual. Which
 is faster, and with which tiles, depends on the device, the widths and the number of rows. It is measured for
-each place in a layer when as many rows come first, outside of a capture, so before the graphs are captured.
+each place in a layer at its first use, outside of a capture, so before CUDA graphs are captured.
 
 Steps with adapters, and models that are batch-invariant or split over ranks, run as separate operations. So
 do single sublayers: experts, those without a norm before them, and the last attention.
@@ -31,14 +31,14 @@ from workers.models.linear import Linear
 
 _log = logging.getLogger(__name__)
 
-# The most layers that are measured. Their weights are far larger than a cache.
+# The most layers that are measured. Their weights are much larger than the device's cache.
 _LAYERS = 32
 _REPEATS = 3
-# Among ways whose times differ by less than this factor the first is taken, so that two starts choose alike.
+# Of ways whose times differ by less than this factor the first is taken, so that all starts choose the same.
 _TIE = 1.03
-# The numbers of rows that are measured: powers of two.
+# The numbers of rows that are measured.
 _ROW_CLASSES = tuple(1 << exponent for exponent in range(MOST_ROWS.bit_length()))
-# The device waits this long, some milliseconds, while the host launches what is measured.
+# The device waits for this long, some milliseconds, while the host launches the measured kernels.
 _PAUSE_CYCLES = 10_000_000
 
 # The time of the launches of a function, in any unit.
@@ -47,7 +47,7 @@ Measure = Callable[[Callable[[], None]], float]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A product in a layer. Layers in which all of this is the same share their tiles."""
+    """The kind of a product in a layer. Equal products of several layers share their tiles."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,14 +60,14 @@ class Place:
 
     @property
     def tiles(self) -> Sequence[Tiles]:
-        """The tiles that it may have; empty: it runs as separate operations."""
+        """The tiles to choose from. Empty: it runs as separate operations."""
         quantised = self.form is not None
         return tiles_for(self.dtype, self.activation, quantised=quantised) if self.has_kernel else ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A product of one layer, and the norm before it; None: the residual is added after it."""
+    """A product of one layer with the norm before it. No norm: the residual is added after it."""
 
     place: Place
     linear: Linear
@@ -91,14 +91,14 @@ class _Product:
         return cls(place, linear, norm)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
-        """The separate operations after the norm."""
+        """Runs the separate operations after the norm."""
         y = self.linear(x, batch_invariant=False)
         return y if self.place.activation is None else gated_activation(y, self.place.activation)
 
     def whole(
         self, x: torch.Tensor, tiles: Tiles, squares: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All in one; without squares x is normalised already. See `few_rows_product`."""
+        """Runs the fused product. Without `squares` x is normalised already. See `few_rows_product`."""
         norm = None
         if squares is not None:
             assert self.norm is not None
@@ -124,20 +124,20 @@ class TilesOfPlaces:
         self._measure = measure
         self._products: dict[Place, list[_Product]] = {}
         self._fastest: dict[tuple[Place, int], Tiles | None] = {}
-        # By the name of the place and the number of rows: what was chosen, and its share of the time of
-        # separate operations.
+        # (name of the place, number of rows) -> the chosen tiles, and their time relative to that of separate
+        # operations.
         self.chosen: dict[tuple[str, int], tuple[Tiles | None, float]] = {}
         self._measured: set[Place] = set()
 
     def add(self, product: _Product) -> None:
-        """Make a product known, before any is used."""
+        """Register a product, before the first use of any."""
         self._products.setdefault(product.place, []).append(product)
 
     def of(self, place: Place, rows: int) -> Tiles | None:
         """The tiles for up to MOST_ROWS rows. None: separate operations are faster, or nothing was measured.
 
-        The first use of a place, which is in the warm-up, measures all numbers of rows, so that no caller's
-        step does.
+        The first use of a place, during the warm-up, measures all numbers of rows, so that no caller's step
+        has to.
         """
         if place not in self._measured:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -148,7 +148,7 @@ class TilesOfPlaces:
         return self._fastest[place, 1 << (rows - 1).bit_length()]
 
     def choose(self, place: Place, rows: int) -> Tiles | None:
-        """Measure each way with the weights of several layers, one after the other, as a step reads them."""
+        """Measure each way with the weights of several layers in turn, as in a step. Returns the fastest."""
         products = self._products[place][:_LAYERS]
         device = products[0].linear.weight.device
         x = torch.zeros(rows, place.shape[1], dtype=place.dtype, device=device)
@@ -179,10 +179,10 @@ class TilesOfPlaces:
 
 
 class FewRows:
-    """Consecutive sublayers, one of whose products normalises what the one before it has written."""
+    """Consecutive sublayers. A product normalises the residual stream that the previous one has written."""
 
     def __init__(self, sublayers: Sequence[Sublayer], tiles: TilesOfPlaces) -> None:
-        """Take the sublayers of a model on a GPU, and make their products known to `tiles`."""
+        """Take the sublayers of a model on a GPU. Registers their products in `tiles`."""
         self._sublayers = list(sublayers)
         self._tiles = tiles
         self._pairs = [_products_of(sublayer) for sublayer in sublayers]
@@ -193,7 +193,7 @@ class FewRows:
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Runs the sublayers one after the other. Returns None if the output is in the residual stream."""
+        """Run the sublayers. The output is None if it was added to the residual stream."""
         # Between a layer's two sublayers the wanted rows may be selected.
         few = len(residual) <= MOST_ROWS and context.lora_slots is None and not context.batch_invariant
         squares: torch.Tensor | None = None
@@ -214,7 +214,7 @@ class FewRows:
         squares: torch.Tensor | None,
         context: ForwardContext,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The output and the parts of the squares of the residual stream; one of them is None.
+        """Returns the output, or the partial sums of squares of the residual stream; the other one is None.
 
         Mutates `residual`. `squares`: of the residual stream, if x is None; or None.
         """
@@ -237,7 +237,7 @@ class FewRows:
 
 
 def _products_of(sublayer: Sublayer) -> tuple[_Product, ...] | None:
-    """The first product, and the second if it can be added to the residual directly; or None of them."""
+    """The first product, and the second if it can be added to the residual directly. None: neither."""
     body, norm = sublayer.body, sublayer.before
     if norm is None or sublayer.group is not None:
         return None
@@ -253,7 +253,7 @@ def _products_of(sublayer: Sublayer) -> tuple[_Product, ...] | None:
 
 
 def device_ms(run: Callable[[], None]) -> float:
-    """The device time of launches on the current stream, the least of some. Launches them in advance."""
+    """The least device time of several runs on the current stream. Launches each while the device waits."""
     run()  # compiles
     least = math.inf
     for _ in range(_REPEATS):

@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 # The most bytes of files without lists of tokens or tensors.
 MAX_SETTINGS_BYTES = 1 << 20
-# Ten times what a header of 100,000 tensors has.
+# Ten times the values in a header of 100,000 tensors.
 MAX_JSON_VALUES = 1_000_000
 
-# The files that a load reads besides the weights, whose versions `checkpoint` compares by itself.
+# The files that a load reads besides the weights. `checkpoint` compares the versions of weight files itself.
 _SETTINGS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
@@ -33,7 +33,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 _ITSELF, _GGUF = "", "*.gguf"
-# The directories of what modules.json names.
+# The directories that modules.json names.
 _MODULES = "[0-9]_*"
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -55,7 +55,7 @@ def errors_naming(file: Path) -> Iterator[None]:
 
 
 def warn_too_large(what: object, size_bytes: int, max_bytes: int) -> None:
-    """Say in the log that something is left out."""
+    """Log that something is left out because of its size."""
     _log.warning(
         "%s is too large to be sent to clients and is left out: it has %d bytes, the limit is %d",
         what,
@@ -165,7 +165,7 @@ def parse_object(
         file: Its file, for messages.
         subject: The part of the file, for messages, with a trailing space; "" for all of it.
         max_values: The most values in the object, nested ones included. A value takes up to 200 bytes.
-        takes_infinity: It may be there as Python writes it, which is no JSON. The caller looks at numbers.
+        takes_infinity: Python's spelling of infinity is allowed, which is no JSON. The caller checks it.
 
     Raises:
         ModelError: The text is anything else.
@@ -177,7 +177,7 @@ def parse_object(
         constant = _infinity if takes_infinity else _no_constant
         found = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=constant)
     except ValueError as error:
-        # Python's own text says how to raise its limit.
+        # Python's own message would tell how to raise its limit.
         why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
         raise ModelError(f"{file}: {subject}is not valid JSON: {why}") from error
     except RecursionError:

@@ -1,7 +1,7 @@
 """Reads generation_config.json: the end tokens, and the sampling settings that a model's makers recommend.
 
-Clients receive the settings; the server does not apply them. One outside of the range of requests is left out
-with a warning in the log, and never refuses the model.
+Clients receive the settings; the server does not apply them. A setting outside the range of requests is left
+out with a warning in the log.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def read_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
 def read_sampling_defaults(directory: Path) -> dict[str, float]:
     """The settings in generation_config.json, by the names that requests use; empty if there is no such file.
 
-    As in transformers, sampling is greedy without `do_sample`, whatever the settings of a draw are; with it
-    the default temperature is 1.
+    As in transformers, sampling is greedy without `do_sample`, even if other settings are there; with it the
+    default temperature is 1.
 
     Raises ModelError if the file is not a JSON object.
     """
@@ -54,7 +54,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, float]:
     do_sample = _usable(file, "do_sample", lambda: boolean(settings, "do_sample", default=False))
     found = {"temperature": 1.0} if do_sample else {}
     for setting in SETTINGS:
-        # Penalties change what is most likely, too.
+        # Penalties also have an effect on greedy sampling.
         if do_sample or setting.name.endswith("_penalty"):
             value = _usable(file, setting.name, partial(_value, settings, setting))
             if value is not None:
@@ -85,7 +85,7 @@ def _value(settings: Mapping[str, object], setting: Setting) -> float | None:
 
 
 def _can_be_sent(setting: Setting, value: float) -> bool:
-    """Whether a request can have this value. As float32, the smallest floats are 0."""
+    """Whether a request can have this value. Very small values become 0 as float32."""
     if setting.type is int:
         return isinstance(value, int) and setting.allows(value)
     try:

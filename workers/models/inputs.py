@@ -41,20 +41,20 @@ class ForwardInputs:
     slots: torch.Tensor  # [T] int64, page * page_size + offset where the token's K and V are written
     wanted_rows: torch.Tensor  # [R] int64, rows of T whose logits are wanted
     attention: AttentionBatch  # of N items
-    # [T] int32, the slot of each row's adapter; -1: it has none. None: no row has one.
+    # [T] int32, the slot of each row's adapter; -1: no adapter. None: no row has one.
     lora_slots: torch.Tensor | None = None
-    # [T, L, E] int64: the experts that each row is computed with, E in each of the L layers that have any.
-    # -1: the router chooses. None: it does for all rows.
+    # [T, L, E] int64: the experts that each row is computed with, E in each of the L layers with experts.
+    # -1: the router chooses them. None: it does for all rows.
     experts: torch.Tensor | None = None
-    # [N] of a model with recurrent layers: the states that each item begins from and writes.
+    # [N] for a model with recurrent layers: the states that each item begins from and writes.
     states: Sequence[StateRun] = ()
-    # The same of single tokens, where CUDA graphs read it. None: `states` says it.
+    # The same for single tokens, in the memory that CUDA graphs read. None: use `states`.
     state_rows: StateRows | None = None
 
     def to(self, device: torch.device, *, pinned: bool = False) -> ForwardInputs:
-        """A copy on a device; this object if it is there already.
+        """A copy on a device; this object if it is on that device.
 
-        `pinned`: it is sent from pinned memory, so that the host does not wait for what the device does now.
+        `pinned`: copies from pinned memory, so that the host does not wait for the device's current work.
         """
         if self.token_ids.device == device:
             return self
@@ -68,7 +68,7 @@ class ForwardInputs:
         return dataclasses.replace(self, **_moved(self, device), attention=attention)
 
     def with_chunks(self, chunks: ForwardInputs) -> ForwardInputs:
-        """These single tokens, followed by chunks, in one batch on the device of both.
+        """One batch of these single tokens followed by chunks, on the device of both.
 
         Only the chunks may have trees and given experts.
         """
@@ -106,14 +106,14 @@ class ForwardInputs:
 
 
 def _lora_slots(inputs: ForwardInputs) -> torch.Tensor:
-    """[T], also if no row has an adapter."""
+    """[T], even if no row has an adapter."""
     if inputs.lora_slots is not None:
         return inputs.lora_slots
     return torch.full_like(inputs.positions, -1, dtype=torch.int32)
 
 
 def _widened(tables: torch.Tensor, pages: int) -> torch.Tensor:
-    """Page tables [N, P] with zeros up to so many pages."""
+    """Page tables [N, P] padded with zeros to `pages` pages."""
     return torch.nn.functional.pad(tables, (0, pages - tables.shape[1]))
 
 

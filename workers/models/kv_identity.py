@@ -1,7 +1,7 @@
-"""The identity of stored KV: a digest of all that keys and values depend on beside tokens and salt.
+"""The identity of stored KV: a digest of everything that keys and values depend on except tokens and salt.
 
 Two workers with the same identity compute the same bits for a page, or at least bits that either could have
-computed. So one can go on with the pages of the other.
+computed. So each can continue with pages of the other.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from workers.models.passed_checks import VARIABLES
 from workers.models.source import source_of
 
 _PART_BYTES = 1 << 20
-# The fields of a description that say nothing about keys and values.
+# The fields of a description that have no influence on keys and values.
 _NAMES = {"model_id", "eos_token_ids", "bos_token_id"}
 
 
 def kv_identity(
     kv: KvTensors, model: ModelDescription, weights: bytes, *, batch_invariant: bool, bytes_wanted: int
 ) -> bytes:
-    """The identity of the pages of a worker, of so many bytes.
+    """The identity of a worker's pages.
 
     Args:
-        kv: The pages, and the recurrent states: their layout in memory is that of the files.
-        model: What computes them.
-        weights: The digest of its weights: see `weights_digest`.
-        batch_invariant: Whether their bits depend on nothing but the text. Otherwise they also depend on the
-            number of threads.
-        bytes_wanted: How long it is.
+        kv: The pages and the recurrent states: files have the same layout as memory.
+        model: The model that computes them.
+        weights: The digest of its weights; see `weights_digest`.
+        batch_invariant: Whether their bits depend only on the text. Otherwise they also depend on the number
+            of threads.
+        bytes_wanted: The length of the identity.
 
     Raises OSError.
     """
@@ -68,8 +68,8 @@ def kv_identity(
 def weights_digest(directory: Path) -> bytes:
     """A digest of all bytes of a model's weights.
 
-    The `fingerprint` of a model has samples of them only, and weights that were trained further may differ
-    elsewhere. This reads all files, which were just read: a few gigabytes a second.
+    The `fingerprint` of a model is only of samples, and finetuned weights may differ elsewhere. This reads
+    all files again, from the page cache: a few gigabytes per second.
 
     Raises OSError or ModelError.
     """

@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA): the keys and values of all heads are projections of one narrow vector.
 
-Pages have that vector, the latent, and after it the part of a key that is rotated, which all heads share.
-`kv_b_proj` is not applied to what is in pages: its rows of keys are multiplied by the queries, and its rows
-of values by what is attended to (the "absorbed" form). So attention has one key-value head, whose values are
-the first elements of its keys.
+Pages store that vector, the latent, and after it the rotated part of a key, which all heads share.
+`kv_b_proj` is not applied to pages: its rows for keys are multiplied by the queries, and its rows for values
+by the result of attention (the "absorbed" form). So attention has one key-value head, whose values are the
+first elements of its keys.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), and `DeepseekV3Attention` in the transformers library.
 
@@ -29,15 +29,15 @@ from workers.models.layers import ForwardContext, Projected
 from workers.models.linear import Linear, LoadTarget
 from workers.models.shard import Shard
 
-# The eps of the norms of latents, whatever the config says of other norms.
+# The eps of the norms of latents, which does not depend on the config.
 _EPS = 1e-6
 
 
 class LatentAttention(Projected):
-    """Attention over the latents in the pages of one layer. `kv_b_proj` takes no adapters.
+    """Latent attention over the pages of one layer. `kv_b_proj` takes no adapters.
 
     Attributes:
-        index: The number of the layer among those with keys and values.
+        index: The number of the layer among the layers with keys and values.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LatentAttention(Projected):
 
         Args:
             config: The model.
-            shard: The part of it whose heads these are.
+            shard: The shard of it that these heads belong to.
             index: The number of the layer.
             into: [Q + L + R, C]; or [H * (N + R) + L + R, C] if queries have no latent.
             query: The norm of the queries' latent [Q], and [H * (N + R), Q]; None: queries have no latent.
@@ -85,13 +85,13 @@ class LatentAttention(Projected):
 
     def pack(self) -> None:
         super().pack()
-        if can_pack(self._absorbed[0]):  # else the weights may be replaced in place
+        if can_pack(self._absorbed[0]):  # otherwise the weights may be replaced in place
             self._of_keys, self._of_values = (pack_heads(weights) for weights in self._absorbed)
             del self._absorbed, self._key_value
 
     @cached_property
     def _absorbed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of `kv_b_proj` for keys, turned: [H, L, N]; and those for values: [H, V, L]."""
+        """The rows of `kv_b_proj` for keys, transposed: [H, L, N]; and those for values: [H, V, L]."""
         sizes = self._sizes
         whole = self._key_value.weight.dense().view(self._heads, sizes.plain + sizes.value, sizes.latent)
         keys, values = torch.split(whole, [sizes.plain, sizes.value], dim=1)
@@ -106,11 +106,11 @@ class LatentAttention(Projected):
         return self._absorbed[1]
 
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """See `Projected`: [T, H * V] of the rows of `into`. Writes latents to their slots."""
+        """See `Projected`: [T, H * V] from the outputs of `into`. Writes latents to their slots."""
         sizes = self._sizes
         before = projected.shape[1] - sizes.latent - sizes.rotated
         rows, queries = projected[:, before:], None
-        if not self.is_last or len(context.inputs.wanted_rows):  # else only the latents are needed
+        if not self.is_last or len(context.inputs.wanted_rows):  # otherwise only the latents are needed
             queries = self._queries(projected[:, :before], context)
         keys = context.kv.layer(self.index)[0]
         assert not isinstance(keys, PackedValues)

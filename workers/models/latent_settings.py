@@ -16,12 +16,12 @@ class LatentConfig:
     """Widths, in elements.
 
     Attributes:
-        latent: Of what pages have of a token, besides the rotated part of its key.
-        query_latent: Of the latent of queries; None: they are a projection of the hidden width.
-        plain: Of the part of a query that is not rotated.
-        rotated: Of the part that is.
-        value: Of a value.
-        interleaved: The two elements of a rotated pair are next to each other.
+        latent: The latent of keys and values.
+        query_latent: The latent of queries; None: queries are projected directly from the hidden states.
+        plain: The part of a query that is not rotated.
+        rotated: The rotated part of a query.
+        value: A value.
+        interleaved: Whether the two elements of a rotated pair are next to each other.
     """
 
     latent: int
@@ -33,7 +33,7 @@ class LatentConfig:
 
 
 def read_latent(settings: Mapping[str, object]) -> LatentConfig:
-    """The settings of DeepSeek and GLM. Raises ModelError, or UnsupportedError."""
+    """Reads the settings of DeepSeek and GLM. Raises ModelError, or UnsupportedError."""
     latent = integer(settings, "kv_lora_rank")
     if latent % 16:
         raise UnsupportedError(f"kv_lora_rank: must be a multiple of 16, got {latent}")
@@ -48,7 +48,7 @@ def read_latent(settings: Mapping[str, object]) -> LatentConfig:
 
 
 def latent_attention_scale(sizes: LatentConfig, rope: RopeSpec | None) -> float:
-    """The factor of scores, which some scaled rotations raise (`mscale_all_dim`)."""
+    """The scale of attention scores, which some scaled rotations increase (`mscale_all_dim`)."""
     scale = 1.0 / math.sqrt(sizes.plain + sizes.rotated)
     if rope is None or rope.rope_type == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return scale

@@ -18,12 +18,12 @@ class ExpertsConfig:
     Attributes:
         count: The number of experts.
         per_token: The number of experts that the router chooses for a token.
-        intermediate_size: The inner width of each.
+        intermediate_size: The intermediate width of each.
         normalized: The weights of the chosen experts add up to one for each token.
-        shared_size: The inner width of the expert that computes each token; 0: there is none.
-        latent: The width of the rows that they multiply, if it is not the hidden width; 0: it is.
-        routing: How they are chosen.
-        corrected: The router has a correction of the scores that choose; see `kernels.experts.route`.
+        shared_size: The intermediate width of the shared expert; 0: there is none.
+        latent: The width of their inputs and outputs; 0: the hidden width.
+        routing: The rule by which the router chooses.
+        corrected: Whether the scores for the choice have a correction; see `kernels.experts.route`.
     """
 
     count: int
@@ -71,7 +71,7 @@ def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfi
     """The experts, in the spelling of Qwen or of Mixtral. Raises ModelError."""
     is_qwen = "moe_intermediate_size" in settings
     has_shared = family.experts is not None and family.experts.shared is not None
-    # transformers 5 writes Qwen's number of experts under Mixtral's name too.
+    # transformers 5 also writes Qwen's number of experts under Mixtral's name.
     name = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     count = integer(settings, name)
     per_token = integer(settings, "num_experts_per_tok")
@@ -90,7 +90,7 @@ def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfi
 
 
 def _routing(settings: Mapping[str, object], count: int, family: Family) -> RoutingRule:
-    """Groups are DeepSeek's. Raises ModelError, or UnsupportedError."""
+    """Reads the rule of routing, with DeepSeek's groups. Raises ModelError, or UnsupportedError."""
     if "routed_scaling_factor" not in family.reads:
         return BEST_SOFTMAX
     sigmoid, groups, best = family.sigmoid_routing, 1, 1

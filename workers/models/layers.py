@@ -1,7 +1,7 @@
 """The parts of decoder layers: norms, attention over paged KV, and gated MLPs.
 
 A sublayer reads the residual stream and adds to it. Sublayers pass on two tensors: x, the output of the last
-one, and the residual stream without it. So the addition and the norm that follows are one operation.
+one, and the residual stream without it. So the addition and the following norm are one operation.
 
 Dimension letters: T tokens of the batch; C hidden width; H query heads; K key-value heads; D head width;
 R rotated elements of a head, or wanted rows; I intermediate width.
@@ -37,17 +37,17 @@ from workers.models.shard import Group, Shard, Slice, normalise_rows, row_norm_s
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The inputs that all layers of a forward share.
+    """The data of a forward that all layers share.
 
     Attributes:
         inputs: The batch.
         kv: The pages.
         rotations: [T, R] float32 for each rotary embedding: cosines and sines at the positions of the tokens.
         batch_invariant: On a GPU, the bits of a row must not depend on the other rows.
-        lora_slots: Those of the T rows; None: no row has an adapter.
-        wanted_lora_slots: Those of the R wanted rows; None: likewise.
-        routing: Which experts are given, and captured; None: none are.
-        states: Which recurrent states the rows follow; None: the model has none.
+        lora_slots: The adapter slots of the T rows; None: no row has an adapter.
+        wanted_lora_slots: The adapter slots of the R wanted rows; None: no row has an adapter.
+        routing: The given and the captured experts; None: neither.
+        states: The recurrent states that the rows continue; None: the model has none.
     """
 
     inputs: ForwardInputs
@@ -64,7 +64,7 @@ class Norm:
     """RMSNorm of rows."""
 
     def __init__(self, name: str, weight: torch.Tensor, eps: float, offset: float) -> None:
-        """Take ownership of a weight [C]: the tensor `name` of a checkpoint plus `offset`."""
+        """Take ownership of a weight [C]: the checkpoint's tensor `name` plus `offset`."""
         self.name = name
         self.weight = weight
         self.eps = eps
@@ -103,7 +103,7 @@ class Body(ABC):
         """Pack the filled weights in place."""
 
     def renew(self) -> None:
-        """Compute again what follows from the weights, which have changed in place."""
+        """Recompute data derived from the weights, after these were changed in place."""
         _renew(self)
 
     @abstractmethod
@@ -112,10 +112,10 @@ class Body(ABC):
 
 
 class Projected(Body):
-    """output(between(into(x))): attention, what is in its place, or an MLP.
+    """output(between(into(x))): attention, a recurrent layer, or an MLP.
 
     Attributes:
-        is_last: No layer after this reads other rows, so only the wanted rows are returned.
+        is_last: Whether no later layer reads other rows. Then only the wanted rows are returned.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class Projected(Body):
         """Take ownership of the projections.
 
         Args:
-            place: What the names of all begin with in a layer of a checkpoint.
-            into: Of the hidden width.
-            output: Back to the hidden width.
-            within: Those that `between` needs.
-            is_last: See above.
+            place: The prefix of all their names in a layer of a checkpoint.
+            into: The projection of the hidden states.
+            output: The projection back to the hidden width.
+            within: Projections that `between` uses.
+            is_last: See the class.
         """
         self.place, self.is_last = place, is_last
         self.into, self.output = into, output
@@ -142,7 +142,7 @@ class Projected(Body):
 
     @abstractmethod
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """The input of `output`, made of the rows of `into`. No rows if `is_last` and none is needed."""
+        """The input of `output`, from the outputs of `into`. No rows if `is_last` and none is wanted."""
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         for projection in self._every:
@@ -162,13 +162,13 @@ class Projected(Body):
         if self.is_last:
             wanted = context.inputs.wanted_rows
             if not len(wanted):
-                return x[:0]  # [0, C]: only what is kept of the tokens was needed
+                return x[:0]  # [0, C]: only keys, values or states had to be written
             inner, slots = inner.index_select(0, wanted), context.wanted_lora_slots
         return self.output(inner, slots, batch_invariant=invariant)
 
 
 class Several(Body):
-    """Bodies that read the same rows, and whose outputs are added."""
+    """Bodies with the same input, whose outputs are added."""
 
     def __init__(self, *parts: Body) -> None:
         """Take ownership of the parts."""
@@ -192,14 +192,14 @@ class Several(Body):
 
 
 def parts_of(body: Body) -> tuple[Body, ...]:
-    """The parts of a `Several`, in order; else the body itself."""
+    """The parts of a `Several` in order, or else the body itself."""
     return body.parts if isinstance(body, Several) else (body,)
 
 
 class Sublayer:
     """residual + scale * after(body(before(residual))). A norm that is None is left out.
 
-    In a group, what the ranks' bodies return is added up.
+    In a group, the outputs of the ranks' bodies are summed.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Sublayer:
         return self.leave(self.body(self.enter(x, residual), context)), residual
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of the sublayer, of what the body returned."""
+        """The output of the sublayer, from the output of the body."""
         if self.group is not None:
             x = self.group.sum(x)
         if self.after is not None:
@@ -273,10 +273,10 @@ class Attention(Projected):
 
         Args:
             config: The model.
-            shard: The part of it whose heads these are.
+            shard: The shard of it that these heads belong to.
             index: The number of the layer.
             qkv: [(H + 2 * K) * D, C], rows of q, then k, then v; before them [H * D, C], rows of the gates of
-                what is attended, if the family has them.
+                the attention output, if the family has them.
             output: [C, H * D].
             head_norm: [H + K, D], the q weight for every query head, then the k weight for every key-value
                 head; None: heads are not normalised.
@@ -309,7 +309,7 @@ class Attention(Projected):
             yield f"{prefix}sinks", LoadTarget(DenseWeight(self.sinks), shape[:1], taken=taken)
 
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """See `Projected`: [T, H * D] of the rows of `qkv`. Writes keys and values to their slots."""
+        """See `Projected`: [T, H * D] from the outputs of `qkv`. Writes keys and values to their slots."""
         gates, projected = self._gates_apart(projected)
         query = self._write(projected, context)  # [T, H, D]
         if self.is_last and not len(context.inputs.wanted_rows):
@@ -317,7 +317,7 @@ class Attention(Projected):
         return self._attend(query, gates, context)
 
     def _gates_apart(self, projected: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The gates [T, H * D], if there are any, and queries, keys and values."""
+        """Splits the gates [T, H * D], if there are any, from queries, keys and values."""
         if not self.config.family.gated_attention:
             return None, projected
         width = len(self.shard.heads) * self.config.head_dim
@@ -342,9 +342,9 @@ class Attention(Projected):
         return attended if gates is None else attended * sigmoid(gates)
 
     def _write(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Queries [T, H, D], of projected rows [T, (H + 2 * K) * D]. Writes keys and values.
+        """Returns queries [T, H, D] from projected rows [T, (H + 2 * K) * D]. Writes keys and values.
 
-        In pages of a larger width, heads have zeros at their ends, which change no score.
+        In wider pages, heads are padded with zeros, which change no score.
         """
         eps, rope = self.config.rms_norm_eps, self.layer.rope
         if self.row_norms is not None:
@@ -370,18 +370,18 @@ class GatedMlp(Projected):
         """Take ownership of parameters: [2 * I, C], rows of gate, then up; and [C, I].
 
         Without a gate the first is [I, C].
-        `place`: what the names of both begin with in a layer of a checkpoint.
+        `place`: the prefix of both names in a layer of a checkpoint.
         """
         super().__init__(place, gate_up, down)
         self.activation = activation
 
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:  # noqa: ARG002
-        """See `Projected`: [T, 2 * I], or [T, I], to [T, I]."""
+        """See `Projected`: [T, 2 * I], or without a gate [T, I], to [T, I]."""
         return gated_activation(projected, self.activation)
 
 
 def _renew(owner: object) -> None:
-    """Compute an object's cached properties again, those that were read, in the memory where they are.
+    """Recompute the cached properties of an object that were read, in the same memory.
 
     Mutates their tensors: CUDA graphs read them there.
     """
@@ -392,7 +392,7 @@ def _renew(owner: object) -> None:
 
 
 def _copy(new: object, held: object) -> None:
-    """Copy tensors, alone, listed or in the fields of a dataclass. What else there is does not change."""
+    """Copy tensors that are alone, in a list or in the fields of a dataclass. Ignores other values."""
     if isinstance(held, torch.Tensor) and isinstance(new, torch.Tensor):
         held.copy_(new)
     elif isinstance(held, list | tuple) and isinstance(new, list | tuple):

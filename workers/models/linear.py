@@ -25,11 +25,11 @@ class LoadTarget:
     """The destination of a tensor of a checkpoint.
 
     Attributes:
-        into: What it is a part of.
+        into: The weight or vector that it is a part of.
         shape: The shape of the tensor in the checkpoint.
         offset: Added to the checkpoint's values.
-        taken: The part of the checkpoint's tensor. Of a vector, the rows are taken. None: it is a vector that
-            is broadcast, such as the norm of a head.
+        taken: The part of the checkpoint's tensor; for a vector, its rows. None: a vector that is broadcast,
+            such as the norm of a head.
         first: Its first row in `into`.
     """
 
@@ -41,12 +41,12 @@ class LoadTarget:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A view into a parameter. Raises TypeError if that is not plain."""
+        """A view into a parameter. Raises TypeError if it is not plain."""
         return self.into.plain[self.first : self.first + self._num_rows]
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has a `tensor`."""
+        """Whether `tensor` is available: the parameter is not quantised."""
         return isinstance(self.into, DenseWeight)
 
     @property
@@ -58,7 +58,7 @@ class LoadTarget:
         return len(self.into) if self.taken is None else self.taken.num_rows
 
     def fill(self, part: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
-        """Write a checkpoint's tensor, or its rows from `first` on. Returns what `Weight.write` does.
+        """Write a checkpoint's tensor, or its rows from `first` on. Returns the results of `Weight.write`.
 
         To a GPU, from pinned memory, the copies are only queued.
         """
@@ -71,7 +71,7 @@ class LoadTarget:
     def fill_quantised(self, part: Part, first: int = 0) -> list[torch.Tensor]:
         """As `fill`, with quantised rows; of a GGUF file as bytes, see `AnyGroupedWeight.write_blocks`.
 
-        They are whole: the weight knows which inputs of them it has. Raises TypeError if it cannot hold them.
+        Rows are whole: the weight takes the inputs that it has. Raises TypeError if it cannot hold them.
         """
         return [
             self._write_quantised(at, part[rows.start : rows.stop])
@@ -88,7 +88,7 @@ class LoadTarget:
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> Iterator[torch.Tensor]:
         for into, rows in self._rows(first, len(part)):
             source = part[rows.start : rows.stop]
-            # A quantised weight takes whole rows: inputs of several ranks may share a scale.
+            # Quantised weights take whole rows, because inputs of several ranks may share a scale.
             if part.dim() > 1 and not isinstance(self.into, AnyGroupedWeight):
                 source = source[:, taken.columns.start : taken.columns.stop]
             yield self.into.write(into, source)
@@ -109,15 +109,14 @@ class Linear:
 
     Attributes:
         taken: The part of each projection that this rank has, by its name in a checkpoint.
-        parts: The number of outputs of each, by the same name.
+        parts: The number of outputs of each projection, by the same name.
         weight: [O, I].
         bias: [O], or None.
-        inputs: Which of the projection's inputs in the model's own checkpoint are those of the weight, in
-            order; empty: the same. Adapters are those of that checkpoint.
-        parameter: That of the library which PEFT adapts in place of the module; None: it adapts the module.
-        lora: What adapters add; None: it takes none.
-        factors: How many of the outputs, adapters included, are multiplied by what, one after the other;
-            empty: none are.
+        inputs: The order in which the weight has the inputs of the model's own checkpoint, which adapters are
+            for. Empty: the same order.
+        parameter: The library's parameter that PEFT adapts instead of the module; None: it adapts the module.
+        lora: The slots of adapters; None: it takes none.
+        factors: Consecutive (number of outputs, factor), applied after adapters; empty: none.
     """
 
     def __init__(
@@ -133,8 +132,8 @@ class Linear:
     ) -> None:
         """Take ownership of parameters, which are uninitialised until the targets are filled.
 
-        `stored`: the same rows as `taken`, in the order and under the names that the files have them, where
-        that is not the model's own checkpoint; None: it is.
+        `stored`: the same rows as `taken`, in the order and under the names of the files. None: the files are
+        the model's own checkpoint.
         """
         self.taken, self.inputs, self.factors, self.parameter = taken, inputs, factors, parameter
         self._stored = taken if stored is None else stored
@@ -155,7 +154,7 @@ class Linear:
             first += taken.num_rows
 
     def origins(self) -> Iterator[tuple[str, str, list[int]]]:
-        """For projections that the files name otherwise: the name there, its own name, and its rows."""
+        """For projections with other names in the files: the name there, its own name, and its rows."""
         if self._stored is self.taken:
             return
         own = [(name, row) for name, part in self.taken.items() for rows in part.rows for row in rows]
@@ -167,13 +166,13 @@ class Linear:
             first += part.num_rows
 
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Outputs and inputs of each projection in the checkpoint, by its name."""
+        """The numbers of outputs and inputs of each projection in the checkpoint, by its name."""
         for name, taken in self.taken.items():
             yield name, taken.shape
 
     @cached_property
     def scales(self) -> torch.Tensor | None:
-        """[O] float32, what each output is multiplied by, or None."""
+        """[O] float32, the factor of each output. None: there are none."""
         if not self.factors:
             return None
         counts, values = zip(*self.factors, strict=True)
@@ -184,11 +183,11 @@ class Linear:
         self.weight = self.weight.packed()
 
     def lora_slot_bytes(self, max_rank: int) -> int:
-        """The memory of a slot on a GPU, for the part of the projection that this rank has."""
+        """The memory of a slot on a GPU in bytes, for this rank's part of the projection."""
         return slot_bytes(max_rank, self.weight.shape[1], [*self.parts.values()], self.weight.dtype)
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
-        """Make empty slots for adapters; without slots, give the memory back."""
+        """Allocate empty slots for adapters. With 0 slots, free the memory."""
         if not slots:
             self.lora = None
             return
@@ -198,7 +197,7 @@ class Linear:
     def __call__(
         self, x: torch.Tensor, lora_slots: RowSlots | None = None, *, batch_invariant: bool
     ) -> torch.Tensor:
-        """[T, I] -> [T, O], a new tensor; with the adapter of each row, if any has one."""
+        """[T, I] -> [T, O], a new tensor, including the adapter of each row, if any."""
         y = linear(x, self.weight, self.bias, batch_invariant=batch_invariant)
         if lora_slots is not None and self.lora is not None:
             add_lora(y, x, self.lora, lora_slots)

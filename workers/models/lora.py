@@ -1,6 +1,7 @@
 """Adapters of a model: low-rank additions to its projections, several of them in one forward.
 
-A model has slots, and a forward the slot of each row (`ForwardInputs.lora_slots`). Does not read files.
+A model has slots for adapters, and a forward has the slot of each row (`ForwardInputs.lora_slots`). Does not
+read files.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from workers import huge_pages
 from workers.models.linear import Linear
 from workers.models.shard import Slice
 
-# How many rows' norms are computed at a time.
+# The number of rows whose norms are computed at a time.
 _NORMED_ROWS = 1024
-# How many modules of a projection a message names.
+# The most modules of a projection that a message names.
 _MOST_NAMED = 3
 
 
@@ -29,8 +30,8 @@ class LoraPair:
 
     Attributes:
         a: [r, I], on the CPU, in float32 or the model's dtype.
-        b: [O, r], likewise. It includes the adapter's scale, multiplied in float32.
-        magnitude: [O], likewise: the norm that each row of W + B A is scaled to (DoRA); None: rows stay.
+        b: [O, r], the same. It includes the adapter's scale, multiplied in float32.
+        magnitude: [O], the same: the norm that each row of W + B A is scaled to (DoRA); None: not scaled.
     """
 
     a: torch.Tensor
@@ -40,11 +41,11 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """A parameter of the library that PEFT adapts, such as one with a matrix of each expert.
+    """A parameter of the library that PEFT adapts, such as one with the matrices of all experts.
 
     Attributes:
-        modules: For each matrix the modules whose outputs it has, by their names in the checkpoint.
-        by_turns: Their outputs take turns.
+        modules: For each matrix, the names in the checkpoint of the modules whose outputs it has.
+        by_turns: Whether their outputs alternate.
     """
 
     modules: tuple[tuple[str, ...], ...]
@@ -52,10 +53,10 @@ class ExpertStack:
 
 
 class ExpertProjection:
-    """A projection of all experts of a layer, as far as adapters are concerned: see `Linear`.
+    """A projection of all experts of a layer, for adapters only: see `Linear`.
 
     Attributes:
-        lora: What adapters add; None: the model takes none.
+        lora: The slots of adapters; None: the model takes none.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class ExpertProjection:
         """Describe a projection.
 
         Args:
-            name: That of the parameter of the library, in a layer.
-            taken: The part of each module that this rank has, by its name, in which {} stands for the expert.
+            name: The library's parameter, in a layer.
+            taken: This rank's part of each module, by its name, in which {} stands for the expert.
             count: The number of experts.
-            inputs: Those that this rank has.
+            inputs: The number of inputs that this rank has.
             by_turns: See `ExpertStack`.
         """
         self.name = name
@@ -76,22 +77,22 @@ class ExpertProjection:
 
     @property
     def parts(self) -> list[str]:
-        """The modules of all experts, one expert after the other."""
+        """The modules of all experts, ordered by expert."""
         return [name.format(expert) for expert in range(self._count) for name in self._taken]
 
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Outputs and inputs of each module in the checkpoint, by its name."""
+        """The numbers of outputs and inputs of each module in the checkpoint, by its name."""
         shapes = [taken.shape for taken in self._taken.values()] * self._count
         yield from zip(self.parts, shapes, strict=True)
 
     def stack(self, prefix: str) -> ExpertStack:
-        """The projections that PEFT adapts together."""
+        """The parameter through which PEFT adapts these projections."""
         parts, width = [prefix + name for name in self.parts], len(self._taken)
         experts = (tuple(parts[at : at + width]) for at in range(0, len(parts), width))
         return ExpertStack(tuple(experts), self._by_turns and width > 1)
 
     def lora_slot_bytes(self, max_rank: int) -> int:  # noqa: ARG002 - as in `Linear`
-        """None: on a GPU experts take no adapters."""
+        """0: on a GPU experts take no adapters."""
         return 0
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:  # noqa: ARG002 - as in `Linear`
@@ -115,7 +116,7 @@ class ExpertProjection:
 
 Projection = Linear | ExpertProjection
 
-# By the name of a module in the checkpoint, such as "model.layers.0.self_attn.q_proj".
+# Pairs by the name of a module in the checkpoint, such as "model.layers.0.self_attn.q_proj".
 LoraWeights = Mapping[str, LoraPair]
 
 
@@ -124,10 +125,10 @@ class PackedLora:
     """An adapter in a model's dtype and layout.
 
     Attributes:
-        projections: What it adds to each projection of the model, in their order; None: nothing.
-        bytes: Its memory.
-        steering: [L, C] what it adds after each layer; None: nothing.
-        made_for: The model whose weights it depends on (DoRA); None: it depends on none.
+        projections: The matrices for each projection of the model, in their order; None: not adapted.
+        bytes: Its memory in bytes.
+        steering: [L, C], the vectors added after each layer; None: it has none.
+        made_for: The model whose weights it depends on (DoRA); None: it does not depend on weights.
     """
 
     projections: tuple[LoraPairs | ExpertPairs | None, ...]
@@ -144,17 +145,17 @@ def pack_lora(
     *,
     pack: bool,
 ) -> PackedLora:
-    """Convert an adapter for a model, of which weights are read only for DoRA.
+    """Convert an adapter for a model. Reads the model's weights only for DoRA.
 
     Args:
         weights: The adapter. Not modified, and not used afterwards.
-        projections: Those of the model, with what the names of their modules begin with.
+        projections: The projections of the model, each with the prefix of its modules' names.
         max_rank: The largest rank that the model takes.
-        dtype: That of the model.
-        pack: The model is on the CPU, so packed matrices are faster, if there are kernels.
+        dtype: The dtype of the model.
+        pack: Pack matrices for the CPU's kernels, if there are any for them.
 
     Raises:
-        ValueError: A module is not there, or a matrix does not fit; the message names the module.
+        ValueError: A module does not exist, or a matrix does not fit; the message names the module.
     """
     left, found = dict(weights), list[LoraPairs | ExpertPairs | None]()
     for prefix, projection in projections:
@@ -188,10 +189,10 @@ def _pairs_of(
     scales = shifts = None
     if any(pair is not None and pair.magnitude is not None for pair in pairs):
         scales = _scales(linear, pairs, given)
-        # What is there includes the bias, which is not scaled.
+        # The projection's output includes the bias, which must not be scaled.
         shifts = None if linear.bias is None else linear.bias.float() * (1 - scales)
     outputs, weight = [*linear.parts.values()], linear.weight
-    # Routers may be float32 in a model of another dtype.
+    # The weight's dtype: routers may be float32 in a model of another dtype.
     return LoraPairs(given, weight.shape[1], outputs, weight.dtype, pack=pack, scales=scales, shifts=shifts)
 
 
@@ -201,7 +202,7 @@ def _scales(
     pairs: Sequence[LoraPair | None],
     given: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
 ) -> torch.Tensor:
-    """[O] float32: the magnitude over the norm of each row of W + B A; 1 where there is no adapter."""
+    """[O] float32: the magnitude divided by the norm of each row of W + B A; 1 without a magnitude."""
     scales, end = torch.ones(len(linear.weight)), 0
     for taken, pair, own in zip(linear.taken.values(), pairs, given, strict=True):
         begin, end = end, end + taken.num_rows
@@ -219,7 +220,7 @@ def _scales(
 
 
 def _part_of(pair: LoraPair, taken: Slice, inputs: Sequence[range] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B for the part of a projection that a rank has: terms of A's sum, or rows of B."""
+    """A and B for a rank's part of a projection: columns of A, or rows of B."""
     (outputs, all_inputs), rank = taken.shape, len(pair.a)
     if pair.a.shape != (rank, all_inputs) or pair.b.shape != (outputs, rank):
         raise ValueError(
@@ -228,17 +229,17 @@ def _part_of(pair: LoraPair, taken: Slice, inputs: Sequence[range] = ()) -> tupl
         )
     b = torch.cat([pair.b[own.start : own.stop] for own in taken.rows])
     columns = inputs or (taken.columns,)
-    # An A of several parts stays one.
+    # Without a split of the inputs, A is used without a copy.
     if [*columns] == [range(all_inputs)]:
         return pair.a, b
     return torch.cat([pair.a[:, own.start : own.stop] for own in columns], dim=1), b
 
 
 def _keep_together(pairs: Sequence[LoraPairs | ExpertPairs]) -> int:
-    """Move matrices next to each other, in the order in which steps read them, those of a dtype each.
+    """Move matrices next to each other in the order in which steps read them, separately by dtype.
 
     Returns:
-        The bytes of all matrices.
+        The size of all matrices in bytes.
     """
     every, total = [weight for each in pairs for weight in each.weights()], 0
     for dtype in {weight.dtype for weight in every}:
@@ -253,7 +254,7 @@ def _keep_together(pairs: Sequence[LoraPairs | ExpertPairs]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BaseMatrix:
-    """A matrix of a model that adapters may repeat: its shape, and some of its rows as [n, width]."""
+    """A matrix of a model that adapters may contain: its shape, and a reader of rows as [n, width]."""
 
     shape: tuple[int, int]
     rows: Callable[[range], torch.Tensor]
@@ -264,11 +265,11 @@ class Adaptable:
     """The modules and layers that adapters of a model may change.
 
     Attributes:
-        modules: The outputs and inputs of each module that may have an adapter, by its name.
-        stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
-        base: The matrices that an adapter may repeat, by the names of their tensors.
-        steering_shape: The layers and the hidden size for steering vectors; None: it takes none.
-        takes_dora: They may scale the rows of weights to a magnitude.
+        modules: The numbers of outputs and inputs of each module that may be adapted, by its name.
+        stacks: The modules that PEFT may adapt together, by the name of the library's parameter.
+        base: The matrices of the model that an adapter may contain a copy of, by the names of their tensors.
+        steering_shape: [layers, hidden size] of steering vectors; None: not supported.
+        takes_dora: Whether DoRA is supported.
     """
 
     modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class ModelDescription:
     """The description of a model for clients, named as in the protos. Sizes in elements, tokens and bytes.
 
     Attributes:
-        num_kv_heads: Of the first layer with keys and values, as `head_dim`. 0: there is none.
+        num_kv_heads: That of the first layer with keys and values, like `head_dim`. 0: there is none.
         num_parameters: The number of weights; tied ones count once.
         weight_bytes: The bytes of the parameters in memory.
         fingerprint: 32 hexadecimal digits that distinguish models: a hash of the config and of the weights in
@@ -35,7 +35,7 @@ class ModelDescription:
         backend: "native" or "transformers".
         quantization: The format of the weights, such as "q8_0"; "": they have the dtype.
         rounds_rows: See `LoadPlan`. Clients read it in `ExecutorCapabilities.products`.
-        moe_layers: The layers with experts, if these can be captured and given. `moe_layer_ids`: which ones.
+        moe_layers: The number of layers whose experts can be captured and given. `moe_layer_ids`: which ones.
     """
 
     architecture: str
@@ -81,9 +81,9 @@ class Model(Protocol):
     batch_invariant: bool
     # Whether its decodes may be captured as CUDA graphs.
     graphable: bool
-    # Memory for each position that fits the pages, allocated in the first step.
+    # Memory in bytes for each position that fits into the pages, allocated in the first step.
     rotation_bytes: int
-    # The slots for adapters. 0: it takes none, or they are not made yet; see `Adapted`.
+    # The slots for adapters. 0: it takes none, or they are not allocated yet; see `Adapted`.
     max_lora_slots: int
 
     def forward(
@@ -103,7 +103,7 @@ AUTO_KV, BFLOAT16_KV, INT8_KV = "auto", "bfloat16", "int8"
 
 
 def state_sizes(model: Model, kv_dtype: str = AUTO_KV) -> StateSizes:
-    """How many states a model needs beside its pages, and how far apart."""
+    """The number of states that a model needs besides its pages, and the distance between them."""
     dtype, quantised = _kv_format(model, kv_dtype)
     kv_bytes = KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=dtype, quantised=quantised)
     return StateSizes(state_bytes(model.state_shapes), kv_bytes, PAGE_SIZE)
@@ -118,7 +118,7 @@ def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensor
     """Allocate pages for a model, and states, if it has recurrent layers, on its device.
 
     Raises ValueError if there are no kernels for this model with such pages, KvSizingError if main memory is
-    too small for the states, whose size is in no file's.
+    too small for the states, whose size does not follow from the files' sizes.
     """
     dtype, quantised = _kv_format(model, kv_dtype)
     states = None
@@ -142,7 +142,7 @@ def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensor
 
 
 def kv_dtype_of_quantised(model: Model) -> str:
-    """How pages are stored if nothing is said: float32 between products is no reason for KV in float32."""
+    """The default format of pages of a quantised model: float32 activations do not need float32 KV."""
     if not model.kv_layers:
         return AUTO_KV
     keys, _ = new_pages(model, 1).layer(0)
@@ -151,5 +151,5 @@ def kv_dtype_of_quantised(model: Model) -> str:
 
 
 def _kv_format(model: Model, kv_dtype: str) -> tuple[torch.dtype, bool]:
-    """The dtype of products with pages, and whether these have 8 bits."""
+    """The dtype of products with pages, and whether pages have 8 bits."""
     return model.dtype if kv_dtype == AUTO_KV else torch.bfloat16, kv_dtype == INT8_KV

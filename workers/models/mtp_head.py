@@ -6,7 +6,7 @@ model's output head computes the logits of t[i + 1]:
     x[i] = projection(norm(embedding(t[i])), norm(h[i - 1]))
     g[i] = layer(x[i]), which attends to x[1] .. x[i];  logits = head(norm(g[i]))
 
-In place of h[i] it can take its own g[i]. So one head drafts any number of tokens.
+It can take its own g[i] in place of h[i]. So one head drafts any number of tokens.
 
 Its keys and values are in the pages of the model, as of one more layer: row i in the slot of token i. A
 forward of the model writes them, so that they always match the sequence. The h[i - 1] before the first token
@@ -33,10 +33,10 @@ from workers.models.linear import Linear, LoadTarget
 
 
 class MtpHead:
-    """The parts of the head that are not the model's.
+    """The parts of the head that it does not share with the model.
 
     Attributes:
-        state: Which tensor of the model's recurrent states is that of the head. The decoder says it.
+        state: The index of the head's tensor among the model's recurrent states. Set by the decoder.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class MtpHead:
 
         Args:
             projection: [C, 2 * C], of the embedding and the hidden row, in this order.
-            of_embedding: The norm before it.
-            of_hidden: Likewise.
+            of_embedding: The norm of the embedding before it.
+            of_hidden: The norm of the hidden row before it.
             layer: Attention, and an MLP or experts.
-            norm: That before the model's head.
+            norm: The norm before the model's output head.
             feeds_normed: See `Family`.
         """
         self.state = 0
@@ -92,7 +92,7 @@ class MtpHead:
         Args:
             embedded: [T, C] the embeddings of its tokens.
             hidden: [T, C] its rows after the final norm.
-            context: That forward.
+            context: The context of that forward.
         """
         assert context.kv.states is not None and context.states is not None
         before = rows_before(hidden, context.kv.states.tensors[self.state], context.states)
@@ -104,12 +104,12 @@ class MtpHead:
     def __call__(
         self, embedded: torch.Tensor, before: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows for the model's head, and what the head goes on from: [N, C] each.
+        """Rows for the model's output head, and `before` of the next call: [N, C] each.
 
         Args:
             embedded: [N, C] the embeddings of one token of each item.
-            before: [N, C] hidden rows of the tokens before, or what it went on from.
-            context: A forward over these tokens, all of whose rows are wanted. Keys and values are written.
+            before: [N, C] the model's hidden rows of the previous tokens, or the second result for them.
+            context: A forward over these tokens with all rows wanted. Keys and values are written.
         """
         residual = self._projected(embedded, before, context)
         x: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Reads what a config multiplies the outputs of projections by, as that of Falcon-H1 does."""
+"""Reads the factors of projections' outputs in a config, such as Falcon-H1's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from workers.models.values import boolean, number, positive_numbers
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """The factors by which outputs of projections are multiplied.
+    """The factors of the outputs of projections.
 
     Attributes:
-        qkv: Of queries, keys and values.
-        attended: Of the projection back from attention.
-        mixed: Of gates, inputs, B, C and steps of Mamba 2.
-        mixer: Of the projection back from it.
-        gate: Of the MLP's gate.
-        down: Of its projection back.
+        qkv: Queries, keys and values.
+        attended: The output projection of attention.
+        mixed: Gates, inputs, B, C and steps of Mamba 2.
+        mixer: The output projection of Mamba 2.
+        gate: The MLP's gate.
+        down: The MLP's down projection.
     """
 
     qkv: tuple[float, ...] = (1.0, 1.0, 1.0)
@@ -37,7 +37,7 @@ def read_multipliers(settings: Mapping[str, object]) -> Multipliers:
     """The multipliers of a config, 1 where it has none. Raises ModelError, or UnsupportedError."""
     into = number(settings, "attention_in_multiplier", 1.0)
     mixer_into = number(settings, "ssm_in_multiplier", 1.0)
-    # Inputs are multiplied there. That outputs are instead, is the same without a bias.
+    # These multiply inputs. Without a bias it is the same to multiply outputs.
     for name, factor, bias in (
         ("attention_in_multiplier", into, "attention_bias"),
         ("ssm_in_multiplier", mixer_into, "mamba_proj_bias"),
@@ -63,5 +63,5 @@ def _listed(settings: Mapping[str, object], name: str, count: int) -> tuple[floa
 
 
 def factors(counts: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """How many outputs are multiplied by which value, for `Linear`; none if all values are 1."""
+    """Pairs (number of outputs, factor) for `Linear`. Empty if all factors are 1."""
     return () if all(value == 1.0 for value in values) else tuple(zip(counts, values, strict=True))

@@ -40,11 +40,11 @@ from workers.models.self_check import check_parity
 from workers.models.stacked_experts import separated_values
 from workers.models.weights import formats_of, names_of
 
-# Fields that do not change what a forward computes. (The files decide whether there is a separate head.)
+# Fields that do not change a forward. (The files decide whether there is a separate head.)
 _NOT_COMPUTED = ("eos_token_ids", "bos_token_id", "dtype", "wrapper", "tie_word_embeddings")
 # Two roundings of float32: after 100,000 positions the fastest pair is off by 0.02 radians.
 _FREQUENCY_ERROR = 2.0**-22
-# A whole block of each format.
+# A multiple of the block size of every format.
 _INNER_WIDTH_OF_BLOCKS = 256
 NO_FORMS: Mapping[str, WeightFormat] = MappingProxyType({})
 
@@ -71,7 +71,7 @@ def check_native(
         device: The device that will serve.
         quantization: How its weights are quantised, a name of `workers.models.recipes`; see
             `workers.models.library.quantised_module`.
-        forms: The formats in which its files have weights, by the names of tensors.
+        forms: The quantised formats in its files, by the names of tensors.
         rounds_rows: See `LoadPlan`.
         batch_invariant: Whether it will serve with the batch-invariant kernels of a GPU.
 
@@ -98,7 +98,7 @@ def check_native(
 def _forms_to_check(
     module: PreTrainedModel, forms: Mapping[str, WeightFormat]
 ) -> Iterator[dict[str, WeightFormat]]:
-    """Formats of tensors of a scaled-down model: as the files have them, and then each that is not there."""
+    """Formats for the scaled-down model's tensors: as in the files, then each format left out there."""
     config = _config_of(module)
     shapes = {
         name: target.shape for name, target in build_decoder(config, torch.float32, "meta").targets().items()
@@ -115,7 +115,7 @@ def _forms_to_check(
 
 def _config_of(module: PreTrainedModel) -> ModelConfig:
     config = ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
-    # The library has its own layout only. What others change are names, and the order of rows.
+    # The library's model has only its own layout. GGUF's differs in names and the order of rows.
     return dataclasses.replace(config, gguf_layout=False)
 
 
@@ -168,7 +168,7 @@ def _check_logits(
     with library_errors("run a scaled-down model"):
         module.to(device=device, dtype=dtype)  # type: ignore[call-arg]  # the library wraps a method as a function
         module.set_attn_implementation("eager")
-        # In the layout of checkpoints: each expert by itself, projections fused or not.
+        # In the layout of checkpoints: separate experts, and projections fused as there.
         tensors = revert_weight_conversion(module, module.state_dict())
     config = _config_of(module)
     tensors = {config.family.renamed_tensor(name): tensor for name, tensor in tensors.items()}
@@ -181,7 +181,7 @@ def _check_logits(
     values, orders = _fill(decoder, tensors, forms, formats)
     decoder.pack()
     if formats is not None:
-        # In float32: the format holds what the dtype cannot.
+        # In float32, because the dtype cannot represent all values of the format.
         module.to(dtype=torch.float32)  # type: ignore[call-arg]  # as above
     if device.type == "cuda":
         decoder.batch_invariant = batch_invariant
@@ -190,7 +190,7 @@ def _check_logits(
         logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
 
-    # 8-bit floats are multiplied by what has the dtype, and so are all formats on a GPU.
+    # 8-bit floats, and on a GPU all formats, are multiplied with inputs in the dtype.
     is_float8 = quantization is None and all(isinstance(form, Float8Format) for form in forms.values())
     rounds = rounds_rows and not is_float8 and not gpu_format.is_gpu(device)
     names = names_of(forms) or quantization or name_of(dtype)
@@ -215,11 +215,11 @@ def _fill(
     forms: Mapping[str, WeightFormat],
     formats: FormatOf | None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    """Fill a decoder: with random rows where there are `forms`, else with these tensors.
+    """Fill a decoder with random rows where `forms` has a format, else with these tensors.
 
     Returns:
-        For `put_values` what quantised matrices stand for; and of those whose inputs a CPU rounds, the order
-        in which these are in groups.
+        For `put_values`: the dequantised matrices; and for those whose inputs a CPU rounds, the order in
+        which the inputs are grouped.
     """
     values, orders = dict[str, torch.Tensor](), dict[str, torch.Tensor | None]()
     for seed, (name, target) in enumerate(decoder.targets().items()):

@@ -1,7 +1,7 @@
 """Writes the keys and values of a forward's tokens to their slots, layer by layer.
 
-For models without fused kernels for it. In plain pages the slots are checked once per forward and not in
-every layer, since each check waits for a GPU; packed pages have a kernel.
+For models without fused kernels for this. For plain pages the slots are checked once per forward and not in
+every layer, since each check waits for the GPU; packed pages have a kernel.
 
 Dimension letters: T tokens; P pages; S tokens per page; K key-value heads; D width of a key; E of a value.
 """

@@ -1,4 +1,4 @@
-"""Parts of stored tensors, with which weights are filled."""
+"""Parts of stored tensors, from which weights are filled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class QuantisedRows(ABC):
-    """Rows of a matrix that is quantised in its files, as weights in memory take them."""
+    """Rows of a matrix that files have quantised, in the form that weights in memory take."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -28,7 +28,7 @@ class QuantisedRows(ABC):
 
     @abstractmethod
     def __getitem__(self, rows: slice, /) -> Self:
-        """Some of them."""
+        """A slice of the rows."""
 
     @abstractmethod
     def dense(self, group: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class QuantisedRows(ABC):
 
     @abstractmethod
     def write(self, weight: Weight, first: int) -> torch.Tensor:
-        """Fill a weight from row `first` on. Returns what is finite if the rows are."""
+        """Fill a weight from row `first` on. Returns a tensor that is finite if the rows are."""
 
 
 Part = torch.Tensor | QuantisedRows

@@ -1,7 +1,7 @@
-"""The self-checks of native code that have passed here: a later start of the same code need not repeat them.
+"""Remembers self-checks of native code that have passed, so that later starts need not repeat them.
 
 A check takes half of a small model's start, and leaves the transformers library in memory. It reads no
-weights, and draws the same random ones each time.
+weights, and draws the same random ones each time, so its result does not change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from workers.common.code import worker_code
 from workers.models.config import ModelConfig
 from workers.models.source import source_of
 
-# Beside the compiled kernels: it ends with the installation, and who can write there can change those, too.
+# Beside the compiled kernels: removed with the installation, and whoever can write there can change the code.
 _DIRECTORY = library.BUILD_DIR / "checks"
-# The most checks that are remembered. The oldest are removed.
+# The most checks that are remembered. Older ones are removed.
 _MOST = 256
 # Environment variables that change how torch and the libraries below it compute.
 VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "DNNL_", "TORCH_", "TRITON_")
@@ -39,9 +39,9 @@ def key_of(
     *,
     batch_invariant: bool,
 ) -> str:
-    """A digest of all that a check depends on. Arguments as for `check_native`. Raises ModelError.
+    """A digest of everything that a check depends on. Arguments as for `check_native`. Raises ModelError.
 
-    Libraries are known by their versions.
+    It includes the versions of libraries.
     """
     gpu = (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
     machine = library.build_name(), sorted(library.cpu_flags()), torch.get_num_threads(), gpu
@@ -60,13 +60,13 @@ def key_of(
 
 
 def has_passed(key: str) -> bool:
-    """Whether it was remembered. Raises OSError."""
+    """Whether the check with this key has passed before. Raises OSError."""
     return (_DIRECTORY / key).exists()
 
 
 def remember(key: str) -> None:
-    """Keeps it for later starts. Raises OSError."""
-    # Whatever the umask is, no other user can say that a check has passed.
+    """Notes for later starts that a check has passed. Raises OSError."""
+    # With any umask, no other user can add a passed check.
     _DIRECTORY.mkdir(mode=0o755, parents=True, exist_ok=True)
     (_DIRECTORY / key).touch()
     for path in sorted(_DIRECTORY.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-_MOST]:

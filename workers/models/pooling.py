@@ -1,6 +1,6 @@
 """Reads how a model's hidden states become an embedding, from the files of the sentence-transformers library.
 
-`modules.json` lists what a text goes through: the model, a pooling, and perhaps more.
+`modules.json` lists the steps for a text: the model, a pooling, and perhaps more.
 https://sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
 
@@ -16,7 +16,7 @@ from workers.models.files import MAX_SETTINGS_BYTES, exists, parse_object, read_
 _log = logging.getLogger(__name__)
 
 MODULES_FILE = "modules.json"
-# The older way to name the pooling: one of these is true.
+# In the older form, one of these is true.
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -25,19 +25,19 @@ _MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-# In models that score whether one text answers another.
+# The module of cross-encoders.
 _LOGITS = "LogitScore"
 _UNKNOWN = "unknown"
-# The caller says whether vectors are normalised.
+# Modules without an effect here: callers choose whether vectors are normalised.
 _WITHOUT_EFFECT = ("Transformer", "Normalize")
 
 
 def read_pooling(directory: Path) -> str:
-    """The pooling that a model's files name, with what follows it after a plus sign: "mean+Dense".
+    """The pooling that a model's files name. Further modules follow after plus signs: "mean+Dense".
 
-    Of a cross-encoder "LogitScore", and after colons its tokens for yes and for no.
+    For a cross-encoder "LogitScore", and after colons its tokens for yes and for no.
 
-    Empty: they name none. "unknown", with a warning in the log: they cannot be read.
+    Empty: none. "unknown", with a warning in the log: the files cannot be read.
     """
     file = directory / MODULES_FILE
     if not exists(file):
@@ -53,7 +53,7 @@ def read_pooling(directory: Path) -> str:
 
 
 def makes_embeddings(directory: Path) -> bool:
-    """Whether the files name a pooling, so that the model is not one that continues texts."""
+    """Whether the files name a pooling, so that it is an embedding model."""
     pooling = read_pooling(directory)
     return bool(pooling) and pooling != _UNKNOWN and not pooling.startswith(_LOGITS)
 

@@ -1,4 +1,4 @@
-"""Which format each matrix gets when a model is quantised, by the names of llama.cpp for such recipes."""
+"""Recipes for quantising a model: the format of each matrix. The names are llama.cpp's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
 """All matrices in one format; or "q4_k_m", which has more bits where they matter most."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Spellings of the families.
+# The families' names of these projections.
 _VALUES, _FUSED = ("v_proj",), ("qkv_proj",)
 _DOWN = ("down_proj", "w2", "output_linear")
-# What is taken for rows that are not whole super-blocks.
+# The formats for rows that are not whole super-blocks.
 _WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
 
 
 def recipe(name: str, config: ModelConfig) -> FormatOf:
-    """The format of each matrix of a model but routers. `name`: one of `RECIPES`."""
+    """The format of each matrix of a model except routers. `name`: one of `RECIPES`."""
     targets = build_decoder(config, torch.float32, "meta").targets()
 
     def format_of(tensor: str) -> GroupFormat | None:
@@ -35,7 +35,7 @@ def recipe(name: str, config: ModelConfig) -> FormatOf:
 
 
 def _mixed(tensor: str, config: ModelConfig) -> str:
-    """As `llama_tensor_get_type` of llama.cpp has it, but for models of 70 billion weights or 8 experts."""
+    """As `llama_tensor_get_type` of llama.cpp, without its exceptions for 70B models and for 8 experts."""
     if tensor == (_EMBEDDING if config.tie_word_embeddings else _HEAD):
         return "q6_k"
     module = _module(tensor)

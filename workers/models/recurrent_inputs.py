@@ -1,7 +1,7 @@
-"""Prepares a batch for recurrent layers: adds the tokens that are computed again, and says which states.
+"""Prepares a batch for recurrent layers: adds the tokens to recompute, and maps rows to states.
 
-See `workers.kv.states`: a sequence may be longer than its last state. The tokens between are computed again
-in front of the item's own. Their keys and values are in the pages already, and are not written.
+See `workers.kv.states`: a sequence may be longer than its last state. The tokens in between are recomputed
+before the item's own. Their keys and values are in the pages already, and are not written.
 
 Dimension letters: T tokens of all items; N items.
 """
@@ -20,9 +20,9 @@ from workers.models.inputs import ForwardInputs
 
 
 def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
-    """The batch with the tokens of its states' runs that are computed again; it, if there are none.
+    """The batch including the tokens to recompute; the same object if there are none.
 
-    The wanted rows are the same ones.
+    The wanted rows are of the same tokens as before.
     """
     added = [len(run.before) for run in inputs.states]
     if not any(added):
@@ -42,7 +42,7 @@ def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
         slots += [torch.full_like(before, -1), inputs.slots[own]]
         old_rows += [torch.full_like(before, begin), own]
     lora_slots = inputs.lora_slots
-    # [T], by the old rows
+    # [T], for the old rows
     shifts = torch.tensor([*accumulate(added)]).repeat_interleave(torch.tensor(lens)).to(device)
     starts = torch.tensor([0, *accumulate(new_lens)], dtype=torch.int32, device=device)
     return dataclasses.replace(
@@ -60,15 +60,15 @@ def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
 def _experts_with_before(
     given: torch.Tensor | None, are_before: torch.Tensor, old_rows: torch.Tensor
 ) -> torch.Tensor | None:
-    """The given experts of each row. Tokens that are computed again have none.
+    """The given experts of each row. Recomputed tokens have none.
 
-    Only scorings are given experts, and those begin where a state is.
+    Only scorings have given experts, and they begin at a state.
     """
     return None if given is None else given[old_rows].masked_fill(are_before[:, None, None], -1)
 
 
 def state_rows(inputs: ForwardInputs) -> StateRows:
-    """Which states the rows of a batch follow and leave, on its device. The tokens before are in it."""
+    """The states that rows of a batch continue and write, on its device. The batch has all tokens."""
     runs, query_lens = inputs.states, inputs.attention.query_lens
     starts = [*accumulate(query_lens, initial=0)][:-1]
     sources = [run.source.slot for run in runs]

@@ -26,17 +26,17 @@ from workers.models.linear import Linear, LoadTarget
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config
 from workers.models.shard import Group, Slice, normalise_rows
 
-# What the names of parameters of decays begin with in Kimi Linear.
+# The prefix of parameters of decays in Kimi Linear.
 FORGET = "forget_gate."
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tensor of a recurrent layer that is no projection, and the part of it that a rank has.
+    """A tensor of a recurrent layer other than a projection, and this rank's part of it.
 
     Attributes:
-        shape: In the checkpoint.
-        rows: The rank's, in the first dimension, in ranges that are next to each other there.
+        shape: The shape in the checkpoint.
+        rows: The rank's part of the first dimension, as ranges that become adjacent.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Parameter:
 
     @classmethod
     def whole(cls, *shape: int) -> Parameter:
-        """One that each rank has."""
+        """A parameter that every rank has completely."""
         return cls(shape, (range(shape[0]),))
 
     @property
@@ -53,8 +53,8 @@ class Parameter:
         return sum(map(len, self.rows)), *self.shape[1:]
 
     def target(self, tensor: torch.Tensor) -> LoadTarget:
-        """Where the part is written: a tensor of its shape."""
-        # Whole in the dimensions after the first.
+        """The load target for a tensor of this part's shape."""
+        # The other dimensions are not split.
         taken = Slice((self.shape[0], 1), self.rows, range(max(self.shape)))
         return LoadTarget(DenseWeight(tensor), self.shape, taken=taken)
 
@@ -63,7 +63,7 @@ class RecurrentMixer(Projected):
     """A layer with a recurrent state in place of attention, or beside it.
 
     Attributes:
-        states: Which tensors of the state are its own. The decoder says it.
+        states: The range of its tensors among the model's states. Set by the decoder.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class RecurrentMixer(Projected):
         """Take ownership of parameters.
 
         Args:
-            place: What the names of all begin with in a layer of a checkpoint.
+            place: The prefix of all names in a layer of a checkpoint.
             into: [P, C].
             output: [C, I].
-            parameters: The others and their memory, by the names of a checkpoint, without `place`.
-            within: Projections that `mix` needs, by their names in a checkpoint.
+            parameters: The other parameters and their memory, by their names in a checkpoint without `place`.
+            within: Projections that `mix` uses, by their names in a checkpoint.
             is_last: See `Projected`.
         """
         super().__init__(place, into, output, within.values(), is_last=is_last)
@@ -101,7 +101,7 @@ class RecurrentMixer(Projected):
     def mix(
         self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
     ) -> torch.Tensor:
-        """[T, P] -> [T, I]. Mutates `states`, which have these shapes for each slot: writes what is kept."""
+        """[T, P] -> [T, I]. Mutates `states`, which have these shapes for each slot: writes new states."""
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         yield from super().targets(prefix)
@@ -109,7 +109,7 @@ class RecurrentMixer(Projected):
             yield f"{prefix}{self.place}{name}", target
 
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """See `Projected`. Writes the states that are kept."""
+        """See `Projected`. Writes the new states."""
         assert context.kv.states is not None
         states = [context.kv.states.tensors[index] for index in self.states]
         return self.mix(projected, states, context)
@@ -143,11 +143,11 @@ class ShortConv(RecurrentMixer):
 
 
 class Scan(RecurrentMixer):
-    """A convolution, and a state of each head, which is float32."""
+    """A convolution, and a float32 state for each head."""
 
-    # What the names of parameters of decays begin with, and that of the norm.
+    # The prefix of the parameters of decays, and the name of the norm.
     _decays = _norm = ""
-    # This rank's part of the decays that were read.
+    # This rank's part of the loaded decays.
     _own_decays = slice(None)
 
     def __init__(
@@ -158,7 +158,7 @@ class Scan(RecurrentMixer):
         eps: float,
         **parts: Any,
     ) -> None:
-        """As `RecurrentMixer`, which takes the `parts`; `eps`: of norms."""
+        """`parts`: the arguments of `RecurrentMixer`. `eps`: of norms."""
         super().__init__(place, **parts)
         self._config, self._eps = config, eps
 
@@ -183,7 +183,7 @@ class Scan(RecurrentMixer):
 
     @property
     def _convolutions(self) -> Sequence[torch.Tensor]:
-        """The weights of those that are one after the other: [D, 1, L] in all."""
+        """The weights of the convolutions, in order: [D, 1, L] in all."""
         return (self.parameters["conv1d.weight"],)
 
     @cached_property
@@ -192,7 +192,7 @@ class Scan(RecurrentMixer):
         return torch.cat([*self._convolutions])[:, 0].t().contiguous()
 
     def _shared_weights(self) -> dict[str, Any]:
-        """The weights that Mamba 2 and the gated delta rule have in common."""
+        """The weights that both Mamba 2 and the gated delta rule have."""
         named = self.parameters
         return {
             "taps": self._taps,
@@ -213,7 +213,7 @@ class Mamba1(Scan):
     _config: Mamba1Config
 
     def __init__(self, place: str, config: Mamba1Config, *, group: Group | None, **more: Any) -> None:
-        """As `Scan`; `group`: the ranks that have a part of the channels each."""
+        """As `Scan`. `group`: the ranks that the channels are split over."""
         super().__init__(place, config, **more)
         self._group = group
 
@@ -240,7 +240,7 @@ class Mamba1(Scan):
 
     @property
     def _sizes(self) -> list[int]:
-        """The widths of steps, before they are projected, of B and of C."""
+        """The widths of steps before their projection, of B and of C."""
         return [self._config.rank, *[self._config.state_width] * 2]
 
     def mix(
@@ -274,10 +274,7 @@ class Mamba2(Scan):
     _config: Mamba2Config
 
     def __init__(self, place: str, config: Mamba2Config, *, norm_group: Group | None, **more: Any) -> None:
-        """As `Scan`; `norm_group`: the ranks that have a part each of what is normalised together.
-
-        None: none is divided.
-        """
+        """As `Scan`. `norm_group`: the ranks over which normalised groups are split. None: they are not."""
         super().__init__(place, config, **more)
         self.norm_group = norm_group
 
@@ -349,7 +346,7 @@ class KimiDelta(GatedDelta):
     _decays, _norm = FORGET, "o_"
 
     def __init__(self, place: str, config: GatedDeltaConfig, *, heads: range, **more: Any) -> None:
-        """As `Scan`; `heads`: those of this rank. A_log is that of all."""
+        """As `Scan`. `heads`: this rank's heads. A_log has those of all ranks."""
         super().__init__(place, config, **more)
         self._own_decays = slice(heads.start, heads.stop)
 

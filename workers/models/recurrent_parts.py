@@ -1,4 +1,4 @@
-"""The parts of recurrent layers, for the builder.
+"""Describes the parts of recurrent layers for the builder.
 
 Dimension letters: as in `kernels.mamba1`, `kernels.mamba2` and `kernels.gated_delta`; C hidden width.
 """
@@ -28,22 +28,21 @@ from workers.models.shard import Shard, Slice, row_parts, scaled
 
 @dataclass(frozen=True, slots=True)
 class MixerParts:
-    """The parts of each recurrent layer, or of a rank's part of it.
+    """The parts of a recurrent layer, or of a rank's shard of it.
 
     Attributes:
-        place: What the names of all begin with in a layer of a checkpoint.
-        into: Its projections of the hidden width, by name.
-        inner: The width from which the output projects back, on all ranks. Each has an even part of it.
-        bias: The projections of the hidden width have a bias.
-        output_bias: That back to it has one.
-        factors: What the outputs of the projections of the hidden width are multiplied by; see `Linear`.
+        place: The prefix of all names in a layer of a checkpoint.
+        into: Its input projections, by name.
+        inner: The input width of the output projection, over all ranks. Each has an equal part of it.
+        bias: Whether the input projections have a bias.
+        output_bias: Whether the output projection has a bias.
+        factors: The factors of the input projections' outputs; see `Linear`.
         parameters: The other tensors, by name.
-        make: The layer, of what `RecurrentMixer` takes, but for its place.
-        stored: The projections as files have them, and the order of the inputs of `out_proj` in them, where
-            that is not the model's own checkpoint; see `Linear`.
-        inputs: See `stored`.
-        within: Projections in the layer, by name.
-        output: The name of that back.
+        make: Makes the layer from the arguments of `RecurrentMixer` except `place`.
+        stored: The projections in the files, if these are not the model's own checkpoint; see `Linear`.
+        inputs: The order of the inputs of `out_proj` in the files; see `Linear`.
+        within: Projections within the layer, by name.
+        output: The name of the output projection.
     """
 
     place: str
@@ -91,7 +90,7 @@ def _mamba2(place: str, sizes: Mamba2Config, config: ModelConfig, shard: Shard) 
     width, state = config.hidden_size, sizes.groups * sizes.state_width
     heads, groups = shard.part(sizes.heads), shard.part_or_copy(sizes.groups)
     inner, states = scaled(heads, sizes.head_width), scaled(groups, sizes.state_width)
-    # Gates, and what the convolution has: inputs, B and C; and steps.
+    # Gates; inputs, B and C, which are convolved; and steps.
     counts, own = (*[sizes.inner] * 2, *[state] * 2, sizes.heads), (*[inner] * 2, *[states] * 2, heads)
     convolved = row_parts(counts[1:4], own[1:4])
     parameters = {"conv1d.weight": Parameter((sizes.convolved, 1, sizes.taps), convolved)}
@@ -216,7 +215,7 @@ def _projections(
 def _as_in_gguf(
     parts: MixerParts, sizes: GatedDeltaConfig, config: ModelConfig, own_keys: range
 ) -> MixerParts:
-    """The parts with the tensors of a GGUF file; adapters are still those of a checkpoint."""
+    """The parts with tensors in GGUF's layout. Adapters keep the layout of checkpoints."""
     family, width = config.family, config.hidden_size
     if not family.gguf_tiled:
         stored = _projections(sizes, width, family.gguf_recurrent_names, own_keys)
@@ -235,14 +234,14 @@ def _as_in_gguf(
 
 
 def _tiled(sizes: GatedDeltaConfig, width: int) -> tuple[range, ...]:
-    """The rows, `width` for each, of the first value head of each key head, then of the second, and so on."""
+    """The rows of the first value head of each key head, then of the second, and so on; `width` for each."""
     of_each = sizes.heads // sizes.key_heads
     heads = [head for first in range(of_each) for head in range(first, sizes.heads, of_each)]
     return tuple(range(head * width, (head + 1) * width) for head in heads)
 
 
 def _interleaved(sizes: Sequence[int], groups: range) -> list[tuple[range, ...]]:
-    """The rows of each part of a matrix that has groups, each with these parts one after the other."""
+    """The rows of each part of a matrix of groups, each of which has all parts one after the other."""
     stride, starts = sum(sizes), accumulate(sizes, initial=0)
     return [
         tuple(range(group * stride + first, group * stride + first + size) for group in groups)

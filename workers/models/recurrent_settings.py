@@ -20,8 +20,8 @@ class ShortConvConfig:
     """Short convolutions.
 
     Attributes:
-        taps: How many tokens each sees, itself included.
-        bias: They and their projections have a bias.
+        taps: The number of tokens that a convolution covers, the current one included.
+        bias: Whether convolutions and projections have a bias.
     """
 
     taps: int
@@ -34,13 +34,13 @@ class Mamba1Config:
 
     Attributes:
         inner: The number of channels.
-        state_width: The width of the state of each.
-        rank: The width from which their steps are projected.
-        taps: How many tokens the convolution sees, the one itself included.
-        conv_bias: The convolution has a bias.
-        bias: The projections of the hidden width and back to it have a bias.
-        norms: Steps, B and C are normalised, with weights or without them.
-        norm_eps: Of these norms.
+        state_width: The width of the state of a channel.
+        rank: The width from which steps are projected.
+        taps: The number of tokens that the convolution covers, the current one included.
+        conv_bias: Whether the convolution has a bias.
+        bias: Whether the input and output projections have a bias.
+        norms: Whether steps, B and C are normalised, and if so whether the norms have weights.
+        norm_eps: The eps of these norms.
     """
 
     inner: int
@@ -54,7 +54,7 @@ class Mamba1Config:
 
     @property
     def head_width(self) -> int:
-        """How many channels are one after the other in a state: a few vectors."""
+        """The number of adjacent channels in a state: a few vectors."""
         return math.gcd(self.inner, 64)
 
     @property
@@ -73,12 +73,12 @@ class Mamba2Config:
     """Layers of Mamba 2; see `kernels.mamba2`.
 
     Attributes:
-        taps: How many tokens the convolution sees, the one itself included.
-        conv_bias: The convolution has a bias.
-        bias: The projection of the hidden width has a bias.
-        output_bias: That back to it has one.
-        least_step: Of a step in time.
-        has_norm: What is gated is normalised.
+        taps: The number of tokens that the convolution covers, the current one included.
+        conv_bias: Whether the convolution has a bias.
+        bias: Whether the input projection has a bias.
+        output_bias: Whether the output projection has a bias.
+        least_step: The smallest step in time.
+        has_norm: Whether the gated output is normalised.
     """
 
     heads: int
@@ -99,7 +99,7 @@ class Mamba2Config:
 
     @property
     def convolved(self) -> int:
-        """The width of the convolution: heads, and what groups write to states and read from them."""
+        """The width of the convolution: the inputs of heads, and B and C of groups."""
         return self.inner + 2 * self.groups * self.state_width
 
 
@@ -108,12 +108,12 @@ class GatedDeltaConfig:
     """Layers with the gated delta rule; see `kernels.gated_delta`.
 
     Attributes:
-        heads: Those of values; each key head is that of `heads` / `key_heads` of them.
-        head_width: Of a value head.
-        taps: How many tokens the convolution sees, the one itself included.
-        tiled: The first value heads of all key heads come before all second ones, as in GGUF files, and not
-            those of a key head one after the other.
-        is_wide: Each element of a key has a decay of its own, as in Kimi Linear.
+        heads: The number of value heads; a key head is shared by `heads` / `key_heads` of them.
+        head_width: The width of a value head.
+        taps: The number of tokens that the convolution covers, the current one included.
+        tiled: Whether the first value heads of all key heads come before all second ones, as in GGUF files.
+            Otherwise the value heads of a key head are adjacent.
+        is_wide: Whether each element of a key has its own decay, as in Kimi Linear.
     """
 
     key_heads: int
@@ -142,12 +142,12 @@ class GatedDeltaConfig:
 
 RecurrentConfig = ShortConvConfig | Mamba1Config | Mamba2Config | GatedDeltaConfig
 
-# The second as the library writes it.
+# The second form is the library's.
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
 def read_recurrent(settings: Mapping[str, object], kind: RecurrentKind) -> RecurrentConfig:
-    """The settings of recurrent layers. Raises ModelError, or UnsupportedError."""
+    """Reads the settings of recurrent layers. Raises ModelError, or UnsupportedError."""
     readers: dict[RecurrentKind, Callable[[Mapping[str, object]], RecurrentConfig]] = {
         "short_conv": _short_conv,
         "mamba1": partial(_mamba1, norms="none"),
@@ -166,7 +166,7 @@ def _short_conv(settings: Mapping[str, object]) -> RecurrentConfig:
 
 
 def _mamba1(settings: Mapping[str, object], norms: InnerNorms) -> RecurrentConfig:
-    """The settings of Mamba, of Falcon Mamba with norms, and of Jamba with weights for these."""
+    """The settings of Mamba; of Falcon Mamba, which has norms; and of Jamba, whose norms have weights."""
     _check_silu(settings)
     width, rank = integer(settings, "hidden_size"), settings.get("mamba_dt_rank")
     is_jamba = norms == "weighted"  # whose other layers have an intermediate size

@@ -1,7 +1,7 @@
-"""The model families that have native code, by the `model_type` of their config.
+"""The model families with native code, by the `model_type` of their config.
 
-A family has what its config.json does not say: the library's defaults, and its differences in structure. To
-add a family with a supported structure, add an entry in `families/`.
+A `Family` has the properties that are not in its config.json: the library's defaults, and differences in
+structure. To add a family with a supported structure, add an entry in `families/`.
 
 Sources: the configuration_*.py and modeling_*.py of transformers 5.23. `tests/workers/test_families.py`
 compares the defaults with them, and the logits.

@@ -1,10 +1,10 @@
-"""Directories whose models have code of their own (`trust_remote_code`), in the terms of the library.
+"""Translates directories with their own code (`trust_remote_code`) to model types of the library.
 
-That code is never run. It computes what a type of the library computes, with other names of settings and
-tensors, and some have queries, keys and values in one matrix. Text parts of InternVL, as its makers publish
-it, are of such a type or of one of the library.
+That code is never run. It is equivalent to a type of the library, with other names of settings and tensors,
+and sometimes with fused queries, keys and values. Text parts of InternVL, as published by its makers, are of
+such a type or of one of the library.
 
-Sources: the converters of llama.cpp, and the code that the directories have.
+Sources: the converters of llama.cpp, and the code in the directories.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from workers.models.values import boolean, integer, number
 
 FUSED = ".self_attn.qkv_proj."
 _INTERNVL, _ITS_TEXT = "internvl_chat", "llm_config"
-# If a config of that time does not say it. A head of its own that the files have counts more.
+# For configs without this setting. A separate head in the files takes precedence.
 _DEFAULTS = {"tie_word_embeddings": True}
 
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """What differs from a type of the library.
+    """The differences to a type of the library.
 
     Attributes:
-        settings: Those that the library's type has in their place.
-        renamed: Parts of names of tensors, and what the library has instead. All that match count, in order.
-        by_groups: Matrices of queries, keys and values have for each key-value head the queries that attend
-            to it, its keys and its values; else all queries come first, and all values last.
+        settings: Converts settings to those of the library's type.
+        renamed: Replacements in names of tensors. All that match apply, in order.
+        by_groups: Fused matrices have, for each key-value head, its queries, keys and values. Otherwise
+            all queries come first, then all keys and all values.
     """
 
     settings: Callable[[Mapping[str, object]], dict[str, object]]
@@ -65,7 +65,7 @@ def _minicpm(settings: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-# Settings of ChatGLM that can have one value.
+# Settings of ChatGLM for which only one value is supported.
 _ONLY_GLM = {
     "add_bias_linear": False,
     "apply_residual_connection_post_layernorm": False,
@@ -146,7 +146,7 @@ _TYPES: Mapping[str, _Type] = {
 
 
 def library_settings(settings: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a config.json as those of a type of the library. Raises ModelError."""
+    """Translates the settings of a config.json to a type of the library. Raises ModelError."""
     text = settings.get(_ITS_TEXT)
     if settings.get("model_type") == _INTERNVL and isinstance(text, Mapping):
         return {**settings, "model_type": "internvl", "text_config": _as_library_type(text)}
@@ -161,14 +161,14 @@ def _as_library_type(settings: Mapping[str, object]) -> dict[str, object]:
 def library_tensors(
     tensors: Mapping[str, StoredTensor], settings: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """The tensors of a directory by their names in a checkpoint of that type.
+    """The tensors of a directory by their names in a checkpoint of the library's type.
 
     Args:
-        tensors: Those of the text part, by their names in the files.
-        settings: Those of the config.json.
+        tensors: The tensors of the text part, by their names in the files.
+        settings: The settings of the config.json.
 
     Raises:
-        ModelError: Two tensors have the same name there, or a matrix has other rows than the config says.
+        ModelError: Two tensors get the same name, or the rows of a matrix do not fit the config.
     """
     text = settings.get(_ITS_TEXT) if settings.get("model_type") == _INTERNVL else settings
     known = _TYPES.get(str(text.get("model_type"))) if isinstance(text, Mapping) else None
@@ -188,15 +188,15 @@ def library_tensors(
 def with_projections_apart(
     tensors: Mapping[str, StoredTensor], settings: Mapping[str, object], *, by_groups: bool = False
 ) -> dict[str, StoredTensor]:
-    """Those of queries, keys and values in place of what has all of them.
+    """Replaces each fused tensor of queries, keys and values by three.
 
     Args:
-        tensors: By their names in a checkpoint of the library, but that `FUSED` is in the place of these.
-        settings: Those of a type of the library.
+        tensors: The tensors by their names in a checkpoint of the library, with `FUSED` for all three.
+        settings: The settings of a type of the library.
         by_groups: See `_Type`.
 
     Raises:
-        ModelError: A projection is there twice, or a matrix has other rows than the config says.
+        ModelError: A projection is there twice, or the rows of a matrix do not fit the config.
     """
     found: dict[str, StoredTensor] = {}
     for name, entry in tensors.items():
@@ -217,7 +217,7 @@ def with_projections_apart(
 
 
 def _rows(settings: Mapping[str, object], *, by_groups: bool) -> dict[str, list[range]]:
-    """The rows that each projection has of a fused matrix. Raises ModelError."""
+    """The rows of each projection in a fused matrix. Raises ModelError."""
     heads = integer(settings, "num_attention_heads")
     kv_heads = integer(settings, "num_key_value_heads", heads)
     width = integer(settings, "head_dim", integer(settings, "hidden_size") // heads)

@@ -1,4 +1,4 @@
-"""Reads what the configs of a family spell otherwise, into the settings that all families have."""
+"""Converts settings that some families spell differently to the spelling that all families share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.models.values import boolean, integer, non_negative_integer, number
 
 def sliding_from_max_window_layers(settings: Mapping[str, object], layers: int) -> list[str]:
     """The types of layers of Qwen2 and Qwen3."""
-    # 0 means that every layer has the window, so null is refused.
+    # 0 means that every layer has the window, so null is not the same and is refused.
     first = non_negative_integer(settings, "max_window_layers")
     return [SLIDING if index >= first else FULL for index in range(layers)]
 
@@ -34,14 +34,14 @@ def every_other_below_max_window_layers(settings: Mapping[str, object], layers: 
 
 def sliding_without_rope(settings: Mapping[str, object], layers: int) -> list[str]:
     """The types of layers of SmolLM3."""
-    # Only here does it count: layers that are listed have the window anyway.
+    # It only matters here: layers listed as sliding have the window anyway.
     if not boolean(settings, "use_sliding_window", default=False):
         return [FULL] * layers
     return [FULL if rotated else SLIDING for rotated in rope_layers(settings, layers)]
 
 
 def rope_layers(settings: Mapping[str, object], layers: int) -> list[bool]:
-    """Which layers have a rotary embedding: all, or those with a 1 in `no_rope_layers`, despite its name.
+    """Whether each layer has a rotary embedding: all, or those with a 1 in `no_rope_layers` despite its name.
 
     If that is absent, every `no_rope_layer_interval`-th layer has none. Raises ModelError.
     """
@@ -105,7 +105,7 @@ def delta_rule_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def without_dense_layers(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Likewise as `Qwen3_5MoeTextConfig`, which has no width of an MLP."""
+    """The same for `Qwen3_5MoeTextConfig`, which has no width of an MLP."""
     return {**delta_rule_settings(settings), "intermediate_size": settings["moe_intermediate_size"]}
 
 
@@ -136,7 +136,7 @@ def latent_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
         "num_local_experts": None,
         "shared_expert_intermediate_size": size * integer(settings, "n_shared_experts"),
         "mlp_only_layers": dense,
-        # What pages have of a token.
+        # A token's data in pages.
         "num_key_value_heads": 1,
         "head_dim": integer(settings, "kv_lora_rank") + integer(settings, "qk_rope_head_dim"),
     }
@@ -150,7 +150,7 @@ _KIMI_NAMES = (
     ("num_experts_per_token", "num_experts_per_tok"),
     ("num_shared_experts", "n_shared_experts"),
 )
-# In `linear_attn_config` of published ones.
+# Names in `linear_attn_config` of published configs.
 _KIMI_LINEAR_NAMES = (
     ("head_dim", "linear_head_dim"),
     ("num_heads", "linear_num_heads"),
@@ -194,7 +194,7 @@ def granite_hybrid_settings(settings: Mapping[str, object]) -> Mapping[str, obje
 
 
 def bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """As `BambaConfig` of the library reads them, which knows no other share of rotated elements."""
+    """As `BambaConfig` of the library reads them, which has a fixed share of rotated elements."""
     full = settings.get("attn_layer_indices") or []
     if not isinstance(full, list):
         raise ModelError(f"attn_layer_indices: must be a list of layer numbers, got {full!r}")
@@ -220,7 +220,7 @@ def jamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
-# Names of settings in the configs of Mamba, and those that hybrids have.
+# Names of settings in the configs of Mamba, and their names in hybrids.
 _MAMBA_NAMES = (
     ("layer_norm_epsilon", "rms_norm_eps"),
     ("expand", "mamba_expand"),
@@ -252,7 +252,7 @@ def mamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def mamba2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """As `Mamba2Config` of the library reads them, which takes no other inner width."""
+    """As `Mamba2Config` of the library reads them, which supports no other inner width."""
     return mamba_settings({**settings, "intermediate_size": None})
 
 

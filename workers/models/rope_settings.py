@@ -29,13 +29,13 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
             raise UnsupportedError("rope_parameters: must not be by layer type for this model_type")
         rope = _read(settings, parameters, "rope_theta")
         return {FULL: rope, SLIDING: rope}
-    # In the old spelling only the full layers are scaled, and the sliding ones have a base of their own. The
-    # library adds it to the new one, which has a `rope_type`: an older `type` does not count.
+    # In the old spelling only the full layers are scaled, and the sliding ones have their own base. The
+    # library merges it into the new one, which has a `rope_type`: an older `type` is ignored.
     if by_type.keys() - {FULL, SLIDING}:
         raise UnsupportedError(f"rope_parameters: must be by layer type, got {sorted(by_type)}")
     full = _object(by_type.get(FULL), f"rope_parameters.{FULL}") or {"rope_type": "default"}
     sliding = _object(by_type.get(SLIDING), f"rope_parameters.{SLIDING}")
-    # The library looks for `truncate` beside the types.
+    # The library reads `truncate` beside the types.
     return {
         FULL: _read(settings, {**full, **scaling, "truncate": True}, "rope_theta"),
         SLIDING: _read(settings, {**sliding, "truncate": True}, "rope_local_base_freq"),
@@ -43,11 +43,11 @@ def read_ropes(settings: Mapping[str, object], family: Family) -> dict[str, Rope
 
 
 def rotary_dim(settings: Mapping[str, object], family: Family, head_dim: int) -> int:
-    """How many elements of a head are rotated. Raises ModelError, or UnsupportedError."""
+    """The number of rotated elements of a head. Raises ModelError, or UnsupportedError."""
     parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     if _type_of(parameters) == "proportional":
-        return head_dim  # the other pairs are rotated by zero
+        return head_dim  # the other pairs are rotated by 0
     inner = parameters.get("partial_rotary_factor")
     partial = settings.get("partial_rotary_factor") if inner is None else inner
     if partial in (None, 1, 1.0):
@@ -72,7 +72,7 @@ def max_seq_len(settings: Mapping[str, object], ropes: Iterable[RopeSpec | None]
 
 
 def longest_text(settings: Mapping[str, object], default: int) -> int:
-    """The longest text that a config names, in tokens, also if a shorter one is served."""
+    """The longest text that a config names, in tokens, even if a shorter limit is served."""
     text = settings.get("text_config")
     inner = text if isinstance(text, Mapping) else settings
     return integer(inner, "max_position_embeddings", default)
@@ -81,7 +81,7 @@ def longest_text(settings: Mapping[str, object], default: int) -> int:
 def _original_length(settings: Mapping[str, object], parameters: Mapping[str, object]) -> int:
     """The longest text before the rotation was scaled, in tokens. Raises ModelError.
 
-    The library takes what the config says outside of the parameters, where there is one rotation for all.
+    With one rotation for all layers, the library reads the setting outside of the parameters.
     """
     longest = integer(settings, "max_position_embeddings")
     inner = integer(parameters, "original_max_position_embeddings", longest)

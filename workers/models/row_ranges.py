@@ -1,4 +1,4 @@
-"""Some rows of a stored tensor, as a tensor of their own."""
+"""A stored tensor that consists of some rows of another one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from workers.models.parts import Part
 
 
 class RowRanges(StoredTensor):
-    """Rows of a matrix, or elements of a vector: those of one or more ranges, one after the other."""
+    """Rows of a matrix, or elements of a vector, in one or more ranges, one after the other."""
 
     def __init__(self, within: StoredTensor, *ranges: range) -> None:
-        """Each range has an element, and may leave some out."""
+        """No range may be empty. Ranges may have a step."""
         self._within, self._ranges = within, ranges
         self.name, self.file, self.dtype, self.begin = within.name, within.file, within.dtype, within.begin
         self.shape = sum(map(len, ranges)), *within.shape[1:]

@@ -1,4 +1,4 @@
-"""The self-check of a load: compares a model over pages with its plain forward, on short mixed batches.
+"""The self-check of a loaded model: compares it over pages with a plain forward, on short mixed batches.
 
 Two sequences of random tokens grow by a prefill, a chunk and decodes. Their pages are in random order, and
 unused slots hold NaN. The logits of all tokens are compared with a plain forward: one of each whole sequence,
@@ -10,8 +10,8 @@ about a hundred times the error of correct models, and holds for every row. **In
 forwards round at different places (probabilities, partial sums). The errors add up to a few roundings of a
 logit; eight are allowed. A router may then choose another expert where two are nearly equal, which changes
 the whole row; so the limit holds for the median of the rows. That finds gross errors only. The check in
-float32, for which a scaled-down model suffices, finds the others. **Quantised models** also round what
-projections multiply to 8 bits, as many as bfloat16 has. These roundings add to those of the dtype, and so do
+float32, for which a scaled-down model suffices, finds the others. **Quantised models** also round the inputs
+of projections to 8 bits, as many as bfloat16 has. These roundings add to those of the dtype, and so do
 the limits: in float32 that of bfloat16 is allowed, in bfloat16 twice as much.
 
 Dimension letters: T tokens of a sequence; R rows of a step; V vocabulary.
@@ -42,7 +42,7 @@ _ALLOWED_ROUNDINGS = 8
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest relative error that roundings in this dtype explain; see the module's docstring."""
+    """The largest relative error that rounding in this dtype explains; see the module's docstring."""
     return _FLOAT32_TOLERANCE if dtype == torch.float32 else _ALLOWED_ROUNDINGS * torch.finfo(dtype).eps
 
 
@@ -63,7 +63,7 @@ def check_parity(
         what: The name of the model in messages.
         vocab_size: V; tokens are drawn from all of it.
         max_seq_len: The longest sequence that the model takes.
-        rounds_rows: Whether both forwards round what projections multiply to 8 bits, too.
+        rounds_rows: Whether both forwards also round the inputs of projections to 8 bits.
 
     Returns:
         The relative error.

@@ -1,9 +1,9 @@
-"""Which part of a model each rank of a group has, and what the ranks of a group do together.
+"""The part of a model that each rank of a group has, and the collective operations of a group.
 
 Projections into heads and intermediate widths are split by their rows, those back to the hidden width by
 their columns: each rank then has a term of a sum. Query heads are split evenly, and key-value heads too; if
 there are fewer of these than ranks, each is on several ranks. Embedding and head are split by vocabulary.
-Recurrent layers are split by heads or channels. Norms, routers and latents are on every rank. Does not know
+Recurrent layers are split by heads or channels. Norms, routers and latents are on every rank. Independent of
 processes.
 """
 
@@ -21,12 +21,12 @@ from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, ShortConvConfig
 
-# As the setting allows.
+# The maximum of the setting.
 _MOST_RANKS = 64
 
 
 class Group(Protocol):
-    """The ranks that run a model together. All of them call the methods in the same order."""
+    """The ranks that run a model together. All ranks must call the methods in the same order."""
 
     rank: int
     ranks: int
@@ -41,7 +41,7 @@ class Group(Protocol):
         """
 
     def share(self, x: torch.Tensor) -> None:
-        """Give all ranks the values of rank 0's tensor. Mutates those of the others, of the same shape."""
+        """Copy rank 0's tensor to all ranks. Mutates theirs, which have the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Slice:
     Attributes:
         shape: [O, I] in the checkpoint.
         rows: The rows, in ranges that are next to each other in the rank's matrix.
-        columns: The columns.
+        columns: The range of columns.
     """
 
     shape: tuple[int, int]
@@ -75,15 +75,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a model that a rank has, or all of it. Its ranges count as in the whole model.
+    """The part of a model that a rank has, or all of it. Its ranges are of the whole model.
 
     Attributes:
         group: The ranks over which the model is split; None: it is not.
         heads: The query heads.
         kv_heads: The key-value heads.
         kv_copies: The number of ranks that have the same key-value heads.
-        vocabulary: The tokens. The last ranks may have fewer, or none.
-        vocabulary_rows: Those that a rank's matrices have for them, on each rank.
+        vocabulary: The tokens of this rank. The last ranks may have fewer, or none.
+        vocabulary_rows: The number of rows of the matrices by token, which is the same on each rank.
     """
 
     group: Group | None
@@ -115,7 +115,7 @@ class Shard:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is that of rank 0, which adds what a sum over the ranks has once."""
+        """Whether this is rank 0, which adds terms that a sum over the ranks must have only once."""
         return self.group is None or self.group.rank == 0
 
     def part(self, size: int) -> range:
@@ -123,18 +123,18 @@ class Shard:
         return _part(size, *_place(self.group))
 
     def part_or_copy(self, size: int) -> range:
-        """The rank's part of a number that may be lower than that of ranks, which is a multiple of it then.
+        """The rank's part of `size`, which may be less than the number of ranks and then divides it.
 
-        Adjacent ranks have the same one.
+        Then adjacent ranks have the same part.
         """
         return _part_or_copy(size, *_place(self.group))
 
     def embedded(
         self, token_ids: torch.Tensor, rows_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The embeddings [T, C] of tokens [T], each of which one rank has.
+        """The embeddings [T, C] of tokens [T]. Each is on one rank.
 
-        `rows_of`: new rows [T, C] of the rank's matrix.
+        `rows_of`: returns new rows [T, C] of the rank's matrix.
         """
         if self.group is None:
             return rows_of(token_ids)
@@ -144,13 +144,13 @@ class Shard:
         return self.group.sum(rows)
 
     def logits(self, own: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """The logits [R, V] on rank 0, of the logits of each rank's tokens [R, `vocabulary_rows`]."""
+        """The logits [R, V] on rank 0, from those of each rank's tokens [R, `vocabulary_rows`]."""
         if self.group is None:
             return own
         if not len(own):
             return own.new_empty(0, vocab_size)
         gathered = self.group.gather(own)
-        # Kernels that choose tokens read contiguous rows.
+        # Sampling kernels need contiguous rows.
         return gathered if gathered.shape[1] == vocab_size else gathered[:, :vocab_size].contiguous()
 
 
@@ -170,11 +170,11 @@ def _part_or_copy(size: int, rank: int, ranks: int) -> range:
 
 
 def row_parts(sizes: Sequence[int], parts: Sequence[range]) -> tuple[range, ...]:
-    """The rows of a matrix that consists of several projections, of which a rank has a part each.
+    """A rank's rows of a matrix of several projections.
 
     Args:
         sizes: The rows of each projection in the matrix, in order.
-        parts: Those that the rank has, counted in each projection.
+        parts: The rank's rows of each projection, relative to its first row.
     """
     starts = itertools.accumulate(sizes, initial=0)
     return tuple(
@@ -183,7 +183,7 @@ def row_parts(sizes: Sequence[int], parts: Sequence[range]) -> tuple[range, ...]
 
 
 def scaled(heads: range, width: int) -> range:
-    """The rows of some heads, each of which has `width`."""
+    """The rows of heads of `width` rows each."""
     return range(heads.start * width, heads.stop * width)
 
 
@@ -219,7 +219,7 @@ def _why_not(config: ModelConfig, ranks: int) -> str:
 
 
 def _recurrent_sizes(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """The sizes that ranks divide in recurrent layers, and those that several ranks may share, by name."""
+    """The sizes of recurrent layers that are split over ranks, and those that ranks may share, by name."""
     sizes = config.recurrent
     if isinstance(sizes, ShortConvConfig):
         return {"hidden_size": config.hidden_size}, {}
@@ -230,18 +230,18 @@ def _recurrent_sizes(config: ModelConfig) -> tuple[dict[str, int], dict[str, int
     if sizes is None:
         return {}, {}
     heads, groups = {"heads of recurrent layers": sizes.heads}, {"groups of recurrent layers": sizes.groups}
-    # What is normalised together is on one rank, or on all.
+    # A normalised group must be on one rank, or on all.
     return (heads | groups, {}) if sizes.has_norm and sizes.groups > 1 else (heads, groups)
 
 
 def _is_tiled(config: ModelConfig) -> bool:
-    """Whether the inputs of a projection back are in another order, in which a rank's are not adjacent."""
+    """Whether the inputs of the output projection are in an order in which a rank's are not adjacent."""
     sizes, is_tiled = config.recurrent, config.gguf_layout and config.family.gguf_tiled
     return is_tiled and isinstance(sizes, GatedDeltaConfig) and sizes.heads > sizes.key_heads
 
 
 def row_norm_slices(shard: Shard, *widths: int) -> list[Slice]:
-    """The parts, in a checkpoint, of the norms of rows of queries and of keys: these `widths` of a rank."""
+    """The rank's parts in a checkpoint of the norms of query and key rows. `widths`: of the parts."""
     _, ranks = _place(shard.group)
     numbers = ((shard.heads, ranks), (shard.kv_heads, ranks // shard.kv_copies))
     return [
@@ -253,13 +253,13 @@ def row_norm_slices(shard: Shard, *widths: int) -> list[Slice]:
 def normalise_rows(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: Group | None, eps: float
 ) -> None:
-    """RMSNorm of rows, of which each rank may have a part, as `kernels.rms_norm` computes it of whole rows.
+    """RMSNorm of rows that may be split over ranks, computed as `kernels.rms_norm` does for whole rows.
 
     Mutates the first tensor of each pair.
 
     Args:
         pairs: The rows or parts [T, w], and their weights [w].
-        group: The ranks have parts of the same widths, and some may have the same part. None: these are all.
+        group: The ranks that have parts of equal widths; some may have the same part. None: rows are whole.
         eps: See `kernels.rms_norm`.
     """
     if group is None:

@@ -1,7 +1,7 @@
-"""Where a model is, and in which format: what the readers of a load ask for its config, tensors and text.
+"""The interface to a model on disk, independent of its format: its config, tensors and text.
 
-A directory has these in files of their own. Other formats answer in the same terms: with the settings of a
-config.json, and with the names that tensors have in a checkpoint of the transformers library.
+A directory has these in separate files. Other formats are translated to the settings of a config.json, and to
+the names of tensors in a checkpoint of the transformers library.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CONFIG_FILE = "config.json"
 
 
 class ModelSource(Protocol):
-    """A model on disk. Nothing is kept of what was read, so each question reads the files again.
+    """A model on disk. Nothing is cached, so each call reads the files again.
 
     Attributes:
         path: The directory, or the file.
-        config_file: What has the settings, for messages.
+        config_file: The file with the settings, for messages.
     """
 
     path: Path
@@ -43,16 +43,16 @@ class ModelSource(Protocol):
         """Whether the transformers library can run it too. Raises ModelError."""
 
     def check(self) -> None:
-        """Raises ModelError for what would be dangerous to read."""
+        """Raises ModelError if the model would be dangerous to read."""
 
     def settings(self) -> dict[str, object]:
-        """The content of a config.json. Raises ModelError."""
+        """The settings, as in a config.json. Raises ModelError."""
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
         """The end tokens that replace those of the settings; empty if there are none. Raises ModelError."""
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors, of a multimodal model those of the text part, by their names in a checkpoint.
+        """All tensors (of a multimodal model those of the text part) by their names in a checkpoint.
 
         Raises ModelError.
         """
@@ -72,7 +72,7 @@ class DirectorySource:
 
     @property
     def is_of_library(self) -> bool:
-        """Not with experts in MXFP4, which only native code separates. Raises ModelError."""
+        """See `ModelSource`. False with experts in MXFP4, which only native code supports."""
         said = self._quantisation()
         return said is None or said.method != MXFP4
 
@@ -90,7 +90,7 @@ class DirectorySource:
         return with_file_of_tool(settings, self._content_of)
 
     def _content_of(self, name: str) -> dict[str, object]:
-        """The content of a JSON file beside the config; empty if there is none. Raises ModelError."""
+        """The content of a JSON file beside the config. Empty: there is none. Raises ModelError."""
         file = self.path / name
         return read_object(file) if exists(file) else {}
 
@@ -102,7 +102,7 @@ class DirectorySource:
         entries, said = read_entries(self.path), self._quantisation()
         model_type = self.settings().get("model_type")
         if model_type in WRAPPERS:
-            # First: what is not served may be quantised in any way.
+            # First, because parts that are not served may be quantised in any way.
             entries = without_other_parts(entries)
         tensors: Mapping[str, StoredTensor] = entries
         try:

@@ -1,6 +1,6 @@
-"""Matrices of experts that a checkpoint has in one tensor for all experts of a layer.
+"""Separates the matrices of experts that a checkpoint has in one tensor for all experts of a layer.
 
-In gpt_oss, tensors are gate_up_proj [E, C, 2 * I], whose outputs are those of gate and up by turns, down_proj
+In gpt_oss, tensors are gate_up_proj [E, C, 2 * I], in which outputs of gate and up alternate, down_proj
 [E, I, C], and their biases [E, 2 * I] and [E, C]. In MXFP4 a matrix is [E, outputs, inputs]; see
 `workers.models.quantised.mxfp4`. In Qwen3-VL, gate_up_proj has the outputs of gate before those of up, and is
 [E, C, 2 * I] as published, or [E, 2 * I, C] as the library saves it; the latter if both could be, as the
@@ -29,7 +29,7 @@ _STACK = 3
 
 
 class _Transposed(StoredTensor):
-    """A matrix [O, I] of which a file has the columns one after the other."""
+    """A matrix [O, I] that a file stores by columns."""
 
     def __init__(self, columns: TensorEntry) -> None:
         self._columns = columns
@@ -41,9 +41,9 @@ class _Transposed(StoredTensor):
         rows: range | None = None,
         staging: Staging | None = None,  # noqa: ARG002 - as in the interface
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `StoredTensor`: one part, since any row needs all of the file's tensor.
+        """See `StoredTensor`. Yields one part, since any row needs the whole tensor of the file.
 
-        It is in memory of its own in any case, from which copies to a GPU wait.
+        It always has its own memory, so copies to a GPU are synchronous.
         """
         wanted = range(self.shape[0]) if rows is None else rows
         found = torch.empty(len(wanted), self.shape[1], dtype=DTYPES[self.dtype])
@@ -58,16 +58,16 @@ class _Transposed(StoredTensor):
 def separated(
     entries: Mapping[str, StoredTensor], names: ExpertNames, count: int, width: int
 ) -> dict[str, StoredTensor]:
-    """The tensors of a model with those of each expert by itself; see the module.
+    """The tensors of a model with a tensor for each expert's matrix; see the module.
 
     Args:
         entries: The tensors, by their names in a checkpoint.
-        names: Those of the family.
+        names: The names of the family.
         count: The number of experts of a layer.
         width: C.
 
     Raises:
-        ModelError: A tensor is not of so many experts, or has a shape that cannot be.
+        ModelError: A tensor has another number of experts, or an impossible shape.
     """
     found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
@@ -87,7 +87,7 @@ def separated(
 def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
     """The same for tensors in memory: views of them, by their names in a checkpoint.
 
-    Other matrices than those by turns are [outputs, inputs], as the library saves them.
+    Matrices are [outputs, inputs], as the library saves them, unless gate and up alternate.
     """
     found: dict[str, torch.Tensor] = {}
     for name, stack in tensors.items():
@@ -103,7 +103,7 @@ def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) ->
 
 
 def _place(name: str, names: ExpertNames) -> tuple[str | None, str]:
-    """What the name begins with before those of a layer's parts, and the part; None: it is no such tensor."""
+    """The layer's prefix of a name, and the part. None: it is no tensor of all experts."""
     layer, _, part = name.partition(names.stacked or "\n")
     for own, known in zip(names.stacked_parts, (_GATE_UP, _DOWN), strict=True):
         if part in (own, own + _BIAS):
@@ -119,7 +119,7 @@ def _inputs_first(entry: StoredTensor, part: str, names: ExpertNames, width: int
 
 
 def _check(entry: StoredTensor, part: str, count: int, of_outputs: int) -> None:
-    """`of_outputs`: which dimension has the outputs of a matrix. Raises ModelError."""
+    """Checks a tensor's shape. `of_outputs`: the dimension of a matrix's outputs. Raises ModelError."""
     outputs = entry.shape[min(of_outputs, len(entry.shape) - 1)] if entry.shape else 0
     dimensions = _STACK - part.endswith(_BIAS)
     if len(entry.shape) != dimensions or 0 in entry.shape or (part.startswith(_GATE_UP) and outputs % 2):
@@ -146,7 +146,7 @@ def _taken(stack: StoredTensor, expert: int, *, turned: bool) -> StoredTensor:
 
 
 def _projections(part: str, outputs: int, names: ExpertNames) -> Iterator[tuple[str, range]]:
-    """The tensors that a part has of an expert, and which of its outputs each has."""
+    """The names of an expert's tensors in a part, with the outputs of each."""
     kind = ".bias" if part.endswith(_BIAS) else ".weight"
     if part.startswith(_DOWN):
         yield names.down + kind, range(outputs)

@@ -1,4 +1,4 @@
-"""Steering vectors: what is added to the residual stream after each layer, another one for each row or none.
+"""Steering vectors, which are added to the residual stream after each layer. Each row has its own or none.
 
 Dimension letters: T rows; n rows that have vectors; S slots; L layers; C hidden size.
 """
@@ -15,14 +15,14 @@ from workers.models.layers import ForwardContext
 
 
 class SteeredRows:
-    """The rows of a forward that have vectors. Many rows may have the same set of vectors."""
+    """The rows of a forward that have vectors. Rows may share a set of vectors."""
 
     def __init__(self, sets: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Take vectors.
+        """Take the vectors of a forward.
 
         Args:
-            sets: [T] int64, which set of vectors each row has; -1: none.
-            vectors: [sets, L, C] of the model's dtype.
+            sets: [T] int64, the index of each row's set of vectors; -1: none.
+            vectors: [sets, L, C] in the model's dtype.
         """
         self._sets, self._vectors = sets, vectors
         self._rows = (sets >= 0).nonzero()[:, 0]  # [n]
@@ -39,7 +39,7 @@ class SteeredRows:
 
 @dataclass(frozen=True, slots=True)
 class SteeredStage:
-    """A `Stage` that ends with the last sublayer of a layer, counted from 0, and the vectors after it."""
+    """A `Stage` that ends with the last sublayer of a layer, counted from 0, and then adds its vectors."""
 
     stage: Stage
     steered: SteeredRows
@@ -57,7 +57,7 @@ class SteeredStage:
 def pack_steering(
     vectors: Mapping[int, torch.Tensor], shape: tuple[int, int] | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The vectors [C] of an adapter as [L, C]; None: it has none. Raises ValueError if one does not fit."""
+    """Stacks the vectors [C] of an adapter to [L, C]. None: it has none. Raises ValueError for a misfit."""
     if not vectors:
         return None
     if shape is None or not vectors.keys() <= set(range(shape[0])):
@@ -69,26 +69,26 @@ def pack_steering(
 
 
 class SteeringTable:
-    """The vectors of a model, by slot. On the thread of forwards."""
+    """The vectors of a model's adapters, by slot. Used only on the thread of forwards."""
 
     def __init__(self, slots: int) -> None:
         """Make empty slots."""
-        # [L, C] each.
+        # [L, C] for each slot.
         self._vectors: list[torch.Tensor | None] = [None] * slots
 
     def set(self, slot: int, vectors: torch.Tensor | None) -> None:
-        """Replace what is in a slot; None: nothing is."""
+        """Set the vectors of a slot. None: empties it."""
         self._vectors[slot] = vectors
 
     def rows(self, slots: torch.Tensor) -> SteeredRows | None:
-        """The rows that have vectors. None: no row has. `slots`: [T] int32, -1: the row has no adapter."""
+        """The rows that have vectors. None: no row has any. `slots`: [T] int32; -1: no adapter."""
         if not any(each is not None for each in self._vectors):
             return None
         used = [slot for slot in sorted({*slots.tolist()}) if slot >= 0]
         present = {slot: vectors for slot in used if (vectors := self._vectors[slot]) is not None}
         if not present:
             return None
-        # One more than there are slots: -1 is the last.
+        # One more than the slots: index -1 is the last.
         sets = torch.full((len(self._vectors) + 1,), -1)
         sets[[*present]] = torch.arange(len(present))
         return SteeredRows(sets[slots.long()], torch.stack([*present.values()]))

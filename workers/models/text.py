@@ -34,7 +34,7 @@ class ModelText:
     pooling: str = ""
 
     def with_own_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
-        """The end tokens of the configs, and that of the tokenizer, with a line in the log if it is new."""
+        """The end tokens of the configs, and that of the tokenizer. Logs if it was not among them."""
         if self.end_id is None or self.end_id in end_ids:
             return tuple(end_ids)
         _log.info("token %d ends a text: it is the tokenizer's eos_token, and in no config", self.end_id)
@@ -42,7 +42,7 @@ class ModelText:
 
 
 def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
-    """Read a directory. Whatever exceeds `max_bytes` in all is left out, with a warning in the log.
+    """Read a directory. Content beyond `max_bytes` in total is left out, with a warning in the log.
 
     Raises ModelError if a file is invalid.
     """

@@ -1,8 +1,8 @@
-"""The text part of a multimodal checkpoint, in the terms of a checkpoint of a text model.
+"""Translates the text part of a multimodal checkpoint to a checkpoint of a text model.
 
-The other parts are not loaded. Without images or sounds, the multimodal models of `WRAPPERS` compute what a
-text model computes: the three positions of a token of Qwen-VL (M-RoPE) are the same number then, and so are
-its rotations. `.ci/types_page.py` compares each with the library's own model, as does
+The other parts are not loaded. Without images or sounds, the multimodal models of `WRAPPERS` are equivalent
+to a text model: the three positions of a token of Qwen-VL (M-RoPE) are equal then, and so are its rotations.
+`.ci/types_page.py` compares each with the library's own model, as does
 `tests/workers/test_text_part.py`.
 """
 
@@ -16,7 +16,7 @@ from workers.models.values import names
 
 _Value = TypeVar("_Value")
 
-# Multimodal models whose config may not name the type of their text part, by that type.
+# Multimodal models whose config may lack the type of their text part, by that type.
 _WRAPPERS_OF: dict[str, str] = {
     "aria_text": "aria",
     "qwen2": (
@@ -49,7 +49,7 @@ _WRAPPERS_OF: dict[str, str] = {
 WRAPPERS = {wrapper: text for text, wrappers in _WRAPPERS_OF.items() for wrapper in wrappers.split()}
 """The `model_type` of multimodal models, and that of their text part if this does not say it."""
 
-# Types that compute as another type, apart from images, and what the settings of that type say.
+# Types that are equivalent to another type, apart from images, with the settings to replace.
 _SAME: dict[str, dict[str, object]] = {
     "kimi_k2": {"model_type": "deepseek_v3"},
     "mimo": {"model_type": "qwen2"},
@@ -61,7 +61,7 @@ _SAME: dict[str, dict[str, object]] = {
 # Their first checkpoints have the settings of the text beside those of the other parts.
 _FLAT = ("qwen2_5_vl", "qwen2_vl")
 _TEXT = "text_config"
-# Settings that are outside of the text part.
+# Settings outside of the text part.
 _SHARED = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
 
 RENAMED = (
@@ -104,7 +104,7 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
         raise ModelError(f"{_TEXT}: must be an object, got {text!r}")
     outside = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
     found = {"model_type": WRAPPERS[wrapper]} | outside | dict(text)
-    if "tie_word_embeddings" in outside:  # with the head. Older versions of the library go by the text
+    if "tie_word_embeddings" in outside:  # beside the head; older versions of the library use the text part's
         found["tie_word_embeddings"] = (
             outside["tie_word_embeddings"] or text.get("tie_word_embeddings") or False
         )
@@ -112,7 +112,7 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _as_same(settings: Mapping[str, object], model_type: str) -> Mapping[str, object]:
-    """The settings of the type that computes the same, where there is one."""
+    """The settings of the equivalent type, if there is one."""
     if model_type not in _SAME:
         return settings
     return {
@@ -122,7 +122,7 @@ def _as_same(settings: Mapping[str, object], model_type: str) -> Mapping[str, ob
 
 
 def _without_sections(rope: object) -> object:
-    """The rotation of a text of what a config says of images too."""
+    """The rotary parameters without the sections that only matter for images."""
     if not isinstance(rope, Mapping):
         return rope
     plain = {name: value for name, value in rope.items() if not str(name).startswith("mrope_")}

@@ -1,7 +1,7 @@
 """The tokens that the files beside tokenizer.json describe, read as transformers' AutoTokenizer reads them.
 
-This is for tokenizers that are loaded from tokenizer.json as it is. Not known here are classes that build
-a tokenizer of their own from its vocabulary, and the special tokens that such a class has by default.
+For tokenizers that are loaded unchanged from tokenizer.json. Classes that build their own tokenizer from its
+vocabulary, and the special tokens that such a class has by default, are not supported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workers.models.files import errors_naming, exists, read_object
 from workers.models.values import is_text
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# Older directories have their special tokens here, and the ids of added tokens.
+# The files of special tokens and of the ids of added tokens in older directories.
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 
@@ -24,7 +24,7 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 _MAX_CONFIG_BYTES = 16 << 20
 # The names that every tokenizer has, in the order in which transformers adds their tokens.
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What the description of a token says of itself where another object could be.
+# The `__type` of a token's description where other objects are possible.
 _TYPE = "AddedToken"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _DESCRIBED, _LEGACY_EXTRA, _EXTRA, _OTHER = (
@@ -37,8 +37,8 @@ _DESCRIBED, _LEGACY_EXTRA, _EXTRA, _OTHER = (
 class AddedToken:
     """A token that is found in a text before all others, as tokenizer.json describes it.
 
-    `normalized` None: not said. Then a special token is looked for in the text as it is, and others after
-    the text was normalized.
+    `normalized` None: not given. Then special tokens are searched for in the original text, and others in the
+    normalized text.
     """
 
     content: str
@@ -62,7 +62,7 @@ class TokenSettings:
     """The settings of tokens in the files.
 
     Attributes:
-        named: Special tokens by the names that templates use; None: the files say that there is none.
+        named: Special tokens by the names that templates use; None: the files set it to null.
         extra: Special tokens without names.
         added: Added tokens by their ids.
         is_described: `added` is from tokenizer_config.json, which then describes all added tokens.
@@ -79,9 +79,9 @@ class TokenSettings:
         return {name: _text(token) for name, token in self.named.items() if token is not None}
 
     def to_add(self, own: Mapping[int, AddedToken], padding_token: str | None) -> list[AddedToken]:
-        """The tokens that transformers adds to a tokenizer, in its order. Known ones can be among them.
+        """The tokens that transformers adds to a tokenizer, in its order. May include known ones.
 
-        own: those that tokenizer.json adds itself. padding_token: that of its settings for padding.
+        own: the added tokens of tokenizer.json. padding_token: the token of its padding settings.
         """
         known_by = (self.added,) if self.is_described else (self.added, own)
         by_content = {token.content: token for tokens in known_by for token in tokens.values()}
@@ -132,7 +132,7 @@ def read_token_settings(directory: Path) -> TokenSettings:
             settings |= _special(special_tokens, settings)
             tokens = _tokens(settings)
         named = (token for name, token in tokens.named.items() if name in _NAMES and token is not None)
-        # Tokens under the older name come too late for added_tokens.json.
+        # Tokens under the older name are read too late to apply to added_tokens.json.
         special = {_text(token) for token in (*named, *(tokens.extra if _EXTRA in settings else ()))}
         indexes = _read(directory / ADDED_TOKENS_FILE)
         with errors_naming(directory / ADDED_TOKENS_FILE):
@@ -145,7 +145,7 @@ def _read(file: Path) -> dict[str, object]:
 
 
 def _special(given: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, object]:
-    """The settings of special_tokens_map.json, which are added to those of tokenizer_config.json."""
+    """The settings of special_tokens_map.json to add to those of tokenizer_config.json."""
     found: dict[str, object] = {}
     for name, value in given.items():
         if name == _EXTRA and isinstance(value, list):
@@ -160,7 +160,7 @@ def _special(given: Mapping[str, object], settings: Mapping[str, object]) -> dic
 
 
 def _as_special(value: object) -> object:
-    """The description of a token as that of a special one, and anything else as it is."""
+    """Marks the description of a token as special. Returns anything else unchanged."""
     if not isinstance(value, dict):
         return value
     return {**value, "special": True, "__type": _TYPE}
@@ -179,7 +179,7 @@ def _tokens(settings: Mapping[str, object]) -> TokenSettings:
     listed = settings.get(_EXTRA, settings.get(_LEGACY_EXTRA))
     if not isinstance(listed, list | None):
         raise ModelError(f"{_EXTRA}: must be a list or an object, got {listed!r}")
-    # An object that says nothing else is a special token: transformers refuses it.
+    # An object without a type, which transformers refuses, counts as a special token.
     special = (value if _is_typed(value) else _as_special(value) for value in listed or ())
     extra = [token for value in special if (token := _token(value, _EXTRA)) is not None]
     return TokenSettings(_in_order(named), extra, {}, is_described=False)
@@ -241,17 +241,17 @@ def _added(token: Token, *, is_special: bool) -> AddedToken:
 
 
 def _in_order(named: Mapping[str, Token | None]) -> dict[str, Token | None]:
-    """The tokens whose names every tokenizer has come first."""
+    """Sorts the tokens whose names every tokenizer has to the front."""
     return {name: named[name] for name in (*_NAMES, *named) if name in named}
 
 
 def _is_other_name(name: str) -> bool:
-    """Whether it can be that of a special token which only some kinds of models have, such as image_token."""
+    """Whether a name can be that of a special token of only some models, such as image_token."""
     return name.endswith("_token") and name not in _NAMES
 
 
 def _is_typed(value: object) -> bool:
-    """Whether it is the description of a token, and not another object."""
+    """Whether an object is the description of a token."""
     return isinstance(value, dict) and value.get("__type") == _TYPE
 
 

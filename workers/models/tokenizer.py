@@ -1,7 +1,7 @@
 """Reads the tokenizer of a model, which the server sends to clients. Nothing here tokenises.
 
-What is sent is a tokenizer.json that encodes and decodes as transformers' AutoTokenizer does with the whole
-directory: with the tokens that only the files beside it have, and without its settings for training.
+The result is a tokenizer.json that encodes and decodes as transformers' AutoTokenizer does with the whole
+directory: with the tokens that only other files have, and without its settings for training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workers.models.token_settings import AddedToken, TokenSettings, added_token
 _log = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-# From which classes of transformers make a tokenizer.json.
+# Files from which classes of transformers make a tokenizer.json.
 _OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 
 # The largest known tokenizers have 33 MB, and 1.9 million values.
@@ -37,7 +37,7 @@ class TokenizerFile:
     """A tokenizer.json for clients.
 
     Attributes:
-        content: Empty: there is none.
+        content: The JSON. Empty: there is none.
         end_id: The token that ends a text, according to the tokenizer; None: it names none.
     """
 
@@ -48,11 +48,11 @@ class TokenizerFile:
 def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> TokenizerFile:
     """The tokenizer of a directory.
 
-    One of more than `max_bytes` cannot be sent to clients: it is left out, with a warning in the log. It may
-    have tokens outside the model's vocabulary, with which requests are refused.
+    If it is larger than `max_bytes`, it cannot be sent to clients: it is left out, with a warning in the log.
+    It may have tokens outside the model's vocabulary, with which requests are refused.
 
-    Raises ModelError if it is not JSON or not a tokenizer, or it has token ids that are none. A symbolic link
-    may point to any file of this machine, and the content is sent to clients.
+    Raises ModelError if it is not a valid tokenizer: a symbolic link may point to any file of this machine,
+    and the content is sent to clients.
     """
     file = directory / TOKENIZER_FILE
     if not exists(file):
@@ -70,7 +70,7 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
     settings = read_token_settings(directory)
     has_more = vocabulary.add_those_of(settings, parsed)
     if _reset(parsed) or has_more:
-        # A lone surrogate passes, and makes the library refuse the file, as it was.
+        # Lone surrogates are kept: the library refuses the file as it would the original one.
         text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
         content = text.encode(errors="surrogatepass")
     if len(content) > max_bytes:
@@ -89,16 +89,16 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
 
 
 def _warn_without(directory: Path) -> None:
-    """Says that clients get no tokenizer, and how to make one from what is there."""
+    """Log that clients get no tokenizer, and how to make one from the existing files."""
     others = [file.name for pattern in _OTHER_FILES for file in directory.glob(pattern)]
     made_by = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
-    # From SentencePiece files, version 5 makes other tokens for spaces.
+    # Version 5 makes other tokens for spaces from SentencePiece files.
     how = f"; {made_by} of transformers 4 makes it from {others[0]}" if others else ""
     _log.warning("there is no %s, so texts are refused and only tokens served%s", TOKENIZER_FILE, how)
 
 
 def _reset(tokenizer: dict[str, Any]) -> bool:
-    """Remove what does not belong to the tokenizer; returns whether there was anything.
+    """Remove settings that are not the tokenizer's. Returns whether there were any.
 
     `truncation` and `padding` are those of the last call before the file was written, which transformers
     sets anew for each call. `dropout` makes training encode a text differently each time.
@@ -112,10 +112,10 @@ def _reset(tokenizer: dict[str, Any]) -> bool:
 
 
 class _Vocabulary:
-    """The ids of a tokenizer's tokens, as the library numbers them: it ignores those of added tokens."""
+    """The ids of a tokenizer's tokens as the library numbers them: it ignores those of added tokens."""
 
     def __init__(self, tokenizer: Mapping[str, Any], file: Path) -> None:
-        """Raises ModelError if it is not a tokenizer, or has an id that is none."""
+        """Raises ModelError if it is not a tokenizer, or has an invalid id."""
         model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
         if not isinstance(model, dict):
             raise ModelError(f"{file}: is not a tokenizer: model must be an object")
@@ -140,9 +140,9 @@ class _Vocabulary:
                 self._add(token)
 
     def add_those_of(self, settings: TokenSettings, tokenizer: dict[str, Any]) -> bool:
-        """Append the tokens of other files to a tokenizer; returns whether there are any.
+        """Append the tokens of other files to a tokenizer. Returns whether there are any.
 
-        A token that differs from a known one of the same text comes after it, as if the library was called.
+        A token that differs from a known one of the same text comes after it, as when the library adds it.
         """
         padding = tokenizer.get("padding")
         padding_token = padding.get("pad_token") if isinstance(padding, dict) else None
@@ -164,7 +164,7 @@ class _Vocabulary:
         return sum(token_id >= vocab_size for token_id in {*self._model.values(), *self._ids.values()})
 
     def _add(self, token: AddedToken) -> bool:
-        """Adds a token, unless there is exactly this one."""
+        """Adds a token, unless exactly this one exists."""
         if not token.content or self._tokens.get(token.content) == token:
             return False
         token_id = self.id_of(token.content)

@@ -42,19 +42,19 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files after every part. In the last call both are equal."""
 
-# The names of all tensors but the head's begin with the first, and in checkpoints of a base model with these,
-# or with that of the family's last norm.
+# The prefix of all tensors but the head's; and their prefixes in checkpoints of a base model, where the
+# family's last norm comes without a prefix, too.
 _PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "embeddings.", "layers.")
 # Some checkpoints have these tensors. They are computed here instead of loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
-# AutoGPTQ writes one for each projection, and zeros where a model has none.
+# AutoGPTQ writes a bias for each projection: zeros if the model has none.
 _BIAS_SUFFIX = ".bias"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _MATRIX = 2
-# In what a fingerprint is made of.
+# A part of the seed of fingerprints.
 UNROUNDED = " with unrounded rows"
-# What a head for multi-token prediction shares with the model; some checkpoints have it twice.
+# Tensors that an MTP head shares with the model. Some checkpoints have them twice.
 _OF_MODEL_IN_MTP_HEAD = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
@@ -68,11 +68,11 @@ class LoadPlan:
         device: The device of the parameters.
         entries: The tensors of the files, by their names in a text model.
         num_parameters: See `ModelDescription`.
-        weight_bytes: See `ModelDescription`; in a group, of this rank.
+        weight_bytes: See `ModelDescription`. In a group, of this rank.
         group: The ranks over which the model is split; None: it is not.
         quantization: How matrices are quantised while they are read, a name of `RECIPES`; None: they are not.
         forms: The formats of matrices that the files have quantised, by their names in a text model.
-        rounds_rows: Whether a CPU rounds what it multiplies by quantised integers, to 8 bits in groups.
+        rounds_rows: Whether a CPU rounds the inputs of products with quantised integers to 8 bits in groups.
     """
 
     config: ModelConfig
@@ -95,7 +95,7 @@ class LoadPlan:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether some matrices are, whose products have the same bits on every CPU."""
+        """Whether some matrices are quantised. Their products have the same bits on every CPU."""
         return self.quantization is not None or bool(self.forms)
 
     @property
@@ -105,7 +105,7 @@ class LoadPlan:
 
 
 def names_of(forms: Mapping[str, WeightFormat]) -> str:
-    """The names of formats, each once, as "q4_k; q6_k"."""
+    """The distinct names of formats, as "q4_k; q6_k"."""
     return "; ".join(sorted({form.name for form in forms.values()}))
 
 
@@ -157,9 +157,9 @@ def plan_load(
         device: The device of the parameters.
         group: Only the part of `group.rank` is loaded; None: all of it.
         quantization: See `LoadPlan`.
-        rounds_rows: Likewise.
+        rounds_rows: See `LoadPlan`.
         in_memory: Whether they have to fit into memory.
-        mtp_head: With the model's head for multi-token prediction.
+        mtp_head: Whether the model's MTP head is loaded.
 
     Raises:
         ModelError: The model is not supported or not complete, or cannot be split over the group; the message
@@ -199,16 +199,16 @@ def plan_load(
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
     on_cpu = not gpu_format.is_gpu(device)
-    # On a GPU no rows are rounded, whatever is asked for: there are no two results to tell apart.
+    # A GPU never rounds rows, so the setting must not distinguish results there.
     rounds_rows = rounds_rows or not on_cpu
     formats = formats_of(quantization, forms, config, device, rounds_rows=rounds_rows)
     if dtype == AUTO and on_cpu and formats is not None and _are_integers(targets, formats):
-        # Nothing is larger for it but rows, and bfloat16 would lose more than 8 bits of weights do.
+        # It only makes activations larger, and bfloat16 would lose more than 8-bit weights do.
         chosen = torch.float32
     own = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in own.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
-    # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
+    # On the CPU all ranks share the memory, and some may have allocated their part before another checks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     if in_memory:
         check_fits(f"the weights of {directory}", shares * weight_bytes, free_bytes)
@@ -217,7 +217,7 @@ def plan_load(
 
 
 def _are_integers(targets: Mapping[str, LoadTarget], formats: FormatOf) -> bool:
-    """Whether all matrices are integers in groups, but routers."""
+    """Whether all matrices except routers are integers in groups."""
     matrices = (name for name, target in targets.items() if len(target.shape) == 2 and not is_router(name))
     return not any(isinstance(formats(name), Float8Format | None) for name in matrices)
 
@@ -234,7 +234,7 @@ def check_names(directory: Path, config: ModelConfig) -> None:
 
 
 def check_gpu_formats(directory: Path, config: ModelConfig, quantization: str | None) -> None:
-    """Raises UnsupportedError if a GPU cannot have a model's weights as they are quantised; reads headers."""
+    """Raises UnsupportedError if a GPU does not support the formats of a model's weights. Reads headers."""
     config, entries = _tensors_of(source_of(directory), config)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     formats = formats_of(quantization, forms, config, torch.device("cuda"))
@@ -257,12 +257,12 @@ def load_planned(
     config = plan.config
     decoder = build_decoder(config, plan.dtype, plan.device, plan.group, plan.formats)
     _load_weights(decoder, plan.entries, progress, _staging_for(plan.device))
-    # The hash of the parsed config: two spellings of a config give the same fingerprint. The KV of quantised
-    # weights is another one.
+    # The parsed config is hashed, so two spellings of a config have the same fingerprint. Quantised weights
+    # have another one, since their KV differs.
     quantised = "" if plan.quantization is None else f" as {plan.quantization}"
     if plan.is_quantised and not plan.rounds_rows:
         quantised += UNROUNDED
-    head = f"model.layers.{config.num_hidden_layers}."  # which changes no text
+    head = f"model.layers.{config.num_hidden_layers}."  # the MTP head, which changes no text
     of_body = {name: entry for name, entry in plan.entries.items() if not name.startswith(head)}
     digest = checkpoint.fingerprint(of_body, repr(config.body) + quantised)
     if pack:
@@ -300,8 +300,8 @@ def _load_weights(
 ) -> None:
     """Fill the parameters of a decoder. `entries` were checked against its targets.
 
-    With `staging` the copies of a part are only queued, and a tensor is checked when all of it is. Without
-    it, or if the weight is quantised, each part is checked, while it is in the CPU's cache.
+    With `staging` copies are only queued, and a tensor is checked when all its copies are queued. Without it,
+    or if the weight is quantised, each part is checked while it is in the CPU's cache.
 
     Raises ModelError if a tensor cannot be read, or has a value that is not finite.
     """
@@ -339,14 +339,14 @@ def _staging_for(device: torch.device) -> Staging | None:
 
 
 def _read_bytes(entry: StoredTensor, target: LoadTarget) -> int:
-    """The bytes of a tensor that are read for a target."""
+    """The number of bytes of a tensor that are read for a target."""
     if target.taken is None:
         return entry.nbytes
     return entry.nbytes // entry.shape[0] * len(target.taken.covered)
 
 
 def copy_weights(source: Decoder, into: Decoder) -> None:
-    """Replace the weights of a model, whose memory stays where it is.
+    """Replace the weights of a model in its memory.
 
     Args:
         source: A model of the same config and dtype, not packed.
@@ -361,10 +361,10 @@ def copy_weights(source: Decoder, into: Decoder) -> None:
 
 
 def _tensors_of(source: ModelSource, config: ModelConfig) -> tuple[ModelConfig, dict[str, StoredTensor]]:
-    """The tensors of the text part, by their names in a text model; and the config, as they are.
+    """The tensors of the text part, by their names in a text model; and the config that fits them.
 
-    An embedding model may have no head, as base models have none. Then its embedding is taken for one, which
-    no vector depends on.
+    An embedding model may have no head, as base models. Then its embedding is used as the head, which does
+    not affect vectors.
     """
     entries = _of_text(source.tensors(), config)
     if _HEAD not in entries and makes_embeddings(source.path):
@@ -375,9 +375,9 @@ def _tensors_of(source: ModelSource, config: ModelConfig) -> tuple[ModelConfig, 
 def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of the text part, by their names in a text model.
 
-    As the library, takes the tensors of a base model, which have no prefix, and of two that are tied either;
-    and those of a multimodal model, whose config may be that of its text part alone.
-    Experts that are in one tensor become tensors of their own.
+    As in the library, tensors may be those of a base model, without a prefix; tied tensors may have either
+    name; and the checkpoint may be multimodal, even if the config is only that of its text part. Stacked
+    experts are separated.
 
     Raises ModelError if two tensors have the same name there, or experts cannot be separated.
     """
@@ -404,7 +404,7 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
 
 
 def _of_mtp_head(name: str, entry: StoredTensor, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
-    """A tensor of it, by its name in a checkpoint of DeepSeek."""
+    """Yields a tensor of an MTP head, by its name in a checkpoint of DeepSeek."""
     for before, after in config.family.mtp_names:
         prefix = before.format(config.num_hidden_layers)
         if name.startswith(prefix) and not name.endswith(_OF_MODEL_IN_MTP_HEAD):
@@ -414,11 +414,11 @@ def _of_mtp_head(name: str, entry: StoredTensor, config: ModelConfig) -> Iterato
 def _targets(
     config: ModelConfig, directory: Path, entries: Mapping[str, StoredTensor]
 ) -> dict[str, LoadTarget]:
-    """The targets of a whole model, for their names and shapes.
+    """The targets of a whole model, to check names and shapes.
 
     Raises UnsupportedError unless a checkpoint has exactly their tensors.
     """
-    # Before a target is made for each of them.
+    # Checked before a target is made for each expert.
     count = config.experts.count if config.experts is not None else 0
     experts = count * sum(layer.sparse for layer in config.layers)
     if experts > len(entries):
@@ -442,7 +442,7 @@ def _targets(
 
 
 def _is_zero(entry: StoredTensor) -> bool:
-    """Whether a vector is 0 everywhere. Raises ModelError if it cannot be read."""
+    """Whether all elements of a vector are 0. Raises ModelError if it cannot be read."""
     is_vector = len(entry.shape) == 1 and entry.dtype in checkpoint.DTYPES
     return is_vector and all(isinstance(part, torch.Tensor) and not part.any() for _, part in entry.parts())
 
@@ -450,7 +450,7 @@ def _is_zero(entry: StoredTensor) -> bool:
 def _has_own_head(config: ModelConfig, entries: Mapping[str, StoredTensor]) -> bool:
     """Whether the config ties head and embedding, but the files have two that differ.
 
-    As in the transformers library, which does not tie them then.
+    The transformers library does not tie them then, either.
     """
     head, embedding = entries.get(_HEAD), entries[_EMBEDDING]
     if head is None or not config.tie_word_embeddings:

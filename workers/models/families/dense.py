@@ -37,7 +37,7 @@ _MISTRAL = Family(
 DENSE: dict[str, Family] = {
     "llama": Family(defaults=LLAMA_DEFAULTS, mlp_bias=None),
     "mistral": _MISTRAL,
-    # What the library makes of a mistral whose config lists the types of its layers.
+    # The library's type for a mistral whose config lists the types of its layers.
     "ministral": _MISTRAL,
     "qwen2": Family(
         defaults=_QWEN_DEFAULTS,
@@ -46,7 +46,7 @@ DENSE: dict[str, Family] = {
         output_bias=False,
         layer_types=sliding_from_max_window_layers,
         windows_opt_in=True,
-        left_out=("model.mtp_layers.",),  # of MiMo, for the prediction of several tokens
+        left_out=("model.mtp_layers.",),  # MiMo's MTP heads
     ),
     "qwen3": Family(
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
@@ -114,7 +114,7 @@ DENSE: dict[str, Family] = {
     ),
     "olmo2": Family(defaults=_OLMO_DEFAULTS, qk_norm="row", norms=POST_NORMS, wide_norms=True),
     "olmo3": Family(
-        # In the old spelling the library uses `rope_theta` for the full layers only, and no other key.
+        # In the old spelling the library uses `rope_theta` only for the full layers, and no other key.
         defaults=_OLMO_DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
         reads=names("sliding_window layer_types"),
         qk_norm="row",

@@ -15,7 +15,7 @@ _LATENT_READS = names(
     " num_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size"
     " first_k_dense_replace norm_topk_prob routed_scaling_factor n_group topk_group"
 )
-# Widths that most have.
+# The most common widths.
 _WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 _KIMI_FORGET = ("f_a_proj.", "f_b_proj.", "dt_bias", "A_log")
 _DEEPSEEK_V3 = Family(

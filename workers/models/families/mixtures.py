@@ -82,7 +82,7 @@ MIXTURES: dict[str, Family] = {
         output_bias=False,
         experts=_MIXTRAL_EXPERTS,
         wide_routing=True,
-        renamed=((".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3.")),  # of MLX
+        renamed=((".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3.")),  # MLX's names
     ),
     "qwen2_moe": Family(
         defaults=defaults(

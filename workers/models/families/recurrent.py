@@ -84,7 +84,7 @@ _BACKBONE = (
     ("model.embeddings.", "model.embed_tokens."),
     ("backbone.", "model."),
 )
-# Their configs say of no longest text, and there are no positions.
+# Their configs name no longest sequence, and they have no positions.
 _MAMBA = Family(
     defaults=defaults(
         *(50280, 768, None, 32, None, 1 << 20, 0, 0),
@@ -386,6 +386,6 @@ RECURRENT: dict[str, Family] = {
         routing_eps=1e-20,
         one_sublayer=True,
         renamed=_BACKBONE,
-        left_out=("mtp.",),  # for the prediction of several tokens
+        left_out=("mtp.",),  # the MTP head
     ),
 }

@@ -1,8 +1,8 @@
 """Writes a model as a GGUF file with quantised weights, as `quantization` quantises them at load.
 
-The file has a temporary name beside its own until it is whole, so that a part is never taken for a model. Its
-disk space is taken first. Then the header is written, read back and compared with the model, before a weight
-is read. The peak of memory is a part of a tensor.
+The file has a temporary name until it is complete, so that a part is never taken for a model. Its disk space
+is reserved first. Then the header is written, read back and compared with the model, before any weight is
+read. The peak of memory is a part of a tensor.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from workers.models.text import ModelText
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import LoadPlan, Progress, plan_load
 
-# Of `llama_ftype`, what most tensors are; and the version of the formats.
+# Values of `llama_ftype`, the format of most tensors; and the version of the formats.
 _FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k": 14, "q4_k_m": 15}
 _FORMATS_VERSION = 2
-# What a file does not say, or says in its own way.
+# Settings that a file does not have, or has in another form.
 _NOT_COMPARED = ("model_type", "dtype", "wrapper", "layers", "eos_token_ids", "bos_token_id", "gguf_layout")
-# Numbers are float32 in files.
+# The relative error of numbers, which are float32 in files.
 _ERROR = 2.0**-22
 
 
 def convert(model: Path, out: Path, quantization: str, progress: Progress | None = None) -> int:
-    """Write a model as a file. Returns its size in bytes.
+    """Write a model as a GGUF file. Returns its size in bytes.
 
     Args:
         model: A model directory, or another `ModelSource`.
@@ -65,8 +65,8 @@ def convert(model: Path, out: Path, quantization: str, progress: Progress | None
         progress: Called with the progress; see `Progress`.
 
     Raises:
-        ModelError: The model is not complete or not supported, or a file cannot say all of it; no weight was
-            read then. Or a weight is not finite.
+        ModelError: The model is incomplete or not supported, or GGUF cannot represent it; these are found
+            before a weight is read. Or a weight is not finite.
         OSError: The file cannot be written, as on a full disk.
     """
     _check_not_there(out)
@@ -85,7 +85,7 @@ def convert(model: Path, out: Path, quantization: str, progress: Progress | None
 
 
 def _as_in_files(plan: LoadPlan) -> LoadPlan:
-    """The same model with the layout that files have."""
+    """The plan of the same model with GGUF's layout."""
     config = dataclasses.replace(plan.config, gguf_layout=True)
     decoder = build_decoder(config, plan.dtype, "meta")
     return dataclasses.replace(plan, config=config, entries=in_order_of_files(plan.entries, decoder))
@@ -93,12 +93,12 @@ def _as_in_files(plan: LoadPlan) -> LoadPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Written:
-    """A tensor of a file: that of a checkpoint with these names, or those of all experts of a layer.
+    """A tensor of a GGUF file: a tensor of a checkpoint, or those of all experts of a layer.
 
     Attributes:
-        names: In a checkpoint.
-        new: What the header says.
-        form: None: it is not quantised.
+        names: The names of its tensors in a checkpoint.
+        new: Its entry in the header.
+        form: Its quantised format. None: it is not quantised.
     """
 
     names: tuple[str, ...]
@@ -107,15 +107,15 @@ class _Written:
 
 
 class _NewFile:
-    """A file to be written: the factors of the rotation, and then the tensors of a checkpoint.
+    """A file to be written: the rotary factors, then the tensors of a checkpoint.
 
     Attributes:
         nbytes: Its size.
-        shapes: The tensors of a checkpoint.
+        shapes: The shapes of the tensors of a checkpoint, by name.
     """
 
     def __init__(self, plan: LoadPlan, metadata: Mapping[str, Value]) -> None:
-        """Raises GgufError for what cannot be written."""
+        """Raises GgufError if GGUF cannot represent the model."""
         self._plan = plan
         self._architecture = ARCHITECTURES[architecture_for(plan.config)]
         self._factors = rope_factors(plan.config)
@@ -128,7 +128,7 @@ class _NewFile:
         self.nbytes = len(self._header) + sum(padded(tensor.nbytes) for tensor in tensors)
 
     def begin(self, file: BufferedRandom) -> None:
-        """Take the disk space, and write all but the weights. Raises OSError."""
+        """Reserve the disk space, and write everything but the weights. Raises OSError."""
         os.posix_fallocate(file.fileno(), 0, self.nbytes)
         file.write(self._header)
         for factors in self._factors.values():
@@ -136,7 +136,7 @@ class _NewFile:
         file.flush()
 
     def write_weights(self, file: BufferedRandom, progress: Progress | None) -> None:
-        """Raises ModelError for a weight that is not finite, or cannot be read, and OSError."""
+        """Write the weights. Raises OSError, and ModelError for one that is not finite or cannot be read."""
         total_bytes, done_bytes = sum(self._plan.entries[name].nbytes for name in self.shapes), 0
         for tensor in self._tensors:
             written = 0
@@ -149,7 +149,7 @@ class _NewFile:
             _fill_up(file, written)
 
     def _rows(self, name: str, entry: StoredTensor) -> Iterator[torch.Tensor]:
-        """A tensor in parts, in the order and with the values that files have. Raises ModelError."""
+        """Yields a tensor in parts, with GGUF's order of rows and values. Raises ModelError."""
         if is_interleaved(name, self._architecture):
             yield from _interleaved(entry, self._plan.config.head_dim)
             return
@@ -162,9 +162,9 @@ class _NewFile:
 
 
 def _written(plan: LoadPlan, targets: Mapping[str, LoadTarget]) -> Iterator[_Written]:
-    """The tensors of a file, of those of a checkpoint."""
+    """The tensors of a GGUF file, made of those of a checkpoint."""
     config, family = plan.config, plan.config.family
-    # Where no layer has experts, what are shared ones else is the MLP.
+    # If no layer has experts, the names of shared experts are those of the MLP.
     names = names_of(family if config.experts else dataclasses.replace(family, experts=None))
     grouped: dict[str, list[str]] = {}
     for name in targets:
@@ -179,7 +179,7 @@ def _written(plan: LoadPlan, targets: Mapping[str, LoadTarget]) -> Iterator[_Wri
 
 
 def _interleaved(entry: StoredTensor, head_rows: int) -> Iterator[torch.Tensor]:
-    """A tensor in parts of whole heads, the rows of each in pairs. Raises ModelError."""
+    """Yields parts of whole heads of a tensor, with the rows of rotated pairs interleaved."""
     count = entry.shape[0]
     step = max(1, PART_BYTES * count // (entry.nbytes * head_rows)) * head_rows
     for first in range(0, count, step):
@@ -190,7 +190,7 @@ def _interleaved(entry: StoredTensor, head_rows: int) -> Iterator[torch.Tensor]:
 
 
 def _metadata(plan: LoadPlan, text: ModelText, source: ModelSource) -> dict[str, Value]:
-    """Raises GgufError and UnsupportedError."""
+    """The metadata of the file. Raises GgufError and UnsupportedError."""
     config, quantization = plan.config, plan.quantization
     assert quantization is not None
     longest = longest_text(source.settings(), config.max_position_embeddings)
@@ -205,7 +205,7 @@ def _metadata(plan: LoadPlan, text: ModelText, source: ModelSource) -> dict[str,
 
 
 def _pooling(pooling: str, architecture: str) -> dict[str, Value]:
-    """Raises UnsupportedError for one that no file can say."""
+    """The metadata for a pooling. Raises UnsupportedError for one that GGUF cannot represent."""
     if not pooling:
         return {}
     number = next((each for each, name in POOLINGS.items() if name == pooling), None)
@@ -215,7 +215,7 @@ def _pooling(pooling: str, architecture: str) -> dict[str, Value]:
 
 
 def _ends(config: ModelConfig, text: ModelText) -> tuple[int, ...]:
-    """The tokens that end a text; first that of the tokenizer."""
+    """The end tokens. The tokenizer's comes first."""
     own = () if text.end_id is None else (text.end_id,)
     return (*dict.fromkeys((*own, *config.eos_token_ids)),)
 
@@ -223,7 +223,7 @@ def _ends(config: ModelConfig, text: ModelText) -> tuple[int, ...]:
 def _check_same(
     written: GgufSource, plan: LoadPlan, text: ModelText, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises UnsupportedError unless what a file says is the model, and ModelError."""
+    """Raises UnsupportedError unless the written file describes the same model, and ModelError."""
     found = ModelConfig.from_settings(written.settings())
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(plan.config, field.name), getattr(found, field.name)
@@ -264,7 +264,7 @@ def _is_same_rope(ours: RopeSpec | None, theirs: RopeSpec | None, rotary_dim: in
 
 @contextmanager
 def _errors_naming(model: Path, written: Path | None = None) -> Iterator[None]:
-    """Inside the block, errors about what a file can say, or one that is written, name the model."""
+    """Inside the block, GGUF errors, and those about the written file, name the model instead."""
     try:
         yield
     except (GgufError, ModelError) as error:
@@ -279,9 +279,9 @@ def _check_not_there(out: Path) -> None:
 
 @contextmanager
 def _temporary(out: Path) -> Iterator[tuple[BufferedRandom, Path]]:
-    """A file that gets its name when the block ends, and is removed if that fails.
+    """A temporary file that gets its final name when the block ends, and is removed if the block fails.
 
-    Raises OSError, and ModelError if there is a file of that name shortly before.
+    Raises OSError, and ModelError if a file of that name exists by then.
     """
     path = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
@@ -289,7 +289,7 @@ def _temporary(out: Path) -> Iterator[tuple[BufferedRandom, Path]]:
             yield file, path
             file.flush()
             os.fsync(file.fileno())
-        _check_not_there(out)  # it may have been made meanwhile
+        _check_not_there(out)  # it may have been created meanwhile
         path.rename(out)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -298,7 +298,7 @@ def _temporary(out: Path) -> Iterator[tuple[BufferedRandom, Path]]:
 
 
 def _values(rows: torch.Tensor, form: GroupFormat | None, where: str) -> torch.Tensor:
-    """Rows as a file has them. Raises ModelError, which begins with `where`, if they are not finite."""
+    """Rows in the file's format. Raises ModelError, which begins with `where`, if they are not finite."""
     if form is None:
         check_finite(values := rows.float(), where)
         return values

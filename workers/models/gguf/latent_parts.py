@@ -1,4 +1,4 @@
-"""The projection of latents to keys and values, of which newer GGUF files have two parts for each head.
+"""`kv_b_proj`, the projection of latents to keys and values, which newer GGUF files have in two parts.
 
 Dimension letters: H heads; N the part of a key that is not rotated; V width of a value; L width of a latent.
 """
@@ -21,15 +21,15 @@ _MERGED = "kv_b_proj.weight"
 
 
 class LatentParts(StoredTensor):
-    """`kv_b_proj` [H * (N + V), L] of its keys [H, L, N], which are turned, and its values [H, V, L].
+    """`kv_b_proj` [H * (N + V), L], made of its keys [H, L, N], which are transposed, and values [H, V, L].
 
-    What is quantised is dequantised, since native code has the parts of each head apart, and not quantised.
+    Quantised parts are dequantised, because native code splits them by head, and does not quantise them.
     """
 
     dtype = "F32"
 
     def __init__(self, keys: StoredTensor, values: StoredTensor) -> None:
-        """Raises ModelError if they are not of the same heads and latents."""
+        """Raises ModelError if the parts differ in heads or latents."""
         if len(keys.shape) != _DIMENSIONS or len(values.shape) != _DIMENSIONS:
             raise ModelError(f"{keys.file}: tensors {keys.name} and {values.name} must have 3 dimensions")
         (heads, latent, plain), (others, value, width) = keys.shape, values.shape
@@ -45,9 +45,9 @@ class LatentParts(StoredTensor):
         rows: range | None = None,
         staging: Staging | None = None,  # noqa: ARG002 - as in the interface
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `StoredTensor`: a head after the other. The rows of a rank are those of whole heads.
+        """See `StoredTensor`. Yields one head after the other. `rows` must be those of whole heads.
 
-        They are in memory of their own in any case, from which copies to a GPU wait.
+        Parts always have their own memory, so copies to a GPU are synchronous.
         """
         of_head = self.shape[0] // self._keys.shape[0]
         rows = range(self.shape[0]) if rows is None else rows

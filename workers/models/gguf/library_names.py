@@ -1,7 +1,7 @@
-"""Families that only the transformers library runs, as far as their tensors have names.
+"""Names of tensors of families that only the transformers library runs.
 
-Those of native code are in `workers.models.registry`, and an entry moves there with the family. Nothing else
-of these descriptions is used.
+Families with native code are in `workers.models.registry`; when a family gets native code, its entry moves
+there. Only the names in these entries are used.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _PER_LAYER = Names(
     },
     whole={},
 )
-# What they have besides. In a name {} stands for the number of a part.
+# Further names. {} stands for the number of a part.
 MORE_NAMES: dict[str, Names] = {
     "glm": Names(outside={}, modules={"attn_qkv": FUSED.strip(".")}, whole={}),
     "gemma3n_text": _PER_LAYER

@@ -1,6 +1,6 @@
 """The metadata of a GGUF file for a model: the reverse of `workers.common.gguf.settings`.
 
-What a file cannot say is not looked for here: whoever writes a file reads it back, and compares.
+Settings that GGUF cannot represent are not searched for here: `convert` reads the file back and compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workers.models.latent_settings import LatentConfig
 from workers.models.layer_settings import ExpertsConfig
 from workers.models.recurrent_settings import Mamba1Config, Mamba2Config, ShortConvConfig
 
-# By the model_type of a config: the first, since others may compute as it does.
+# The first architecture of each model_type, since others may be equivalent to it.
 _ARCHITECTURES = {
     each.model_type: name
     for name, each in reversed(ARCHITECTURES.items())
@@ -45,7 +45,7 @@ _ARCHITECTURES = {
 }
 _WINDOW, _BASE_OF_WINDOWS = "attention.sliding_window", "rope.freq_base_swa"
 _SECTIONS = "rope.dimension_sections"
-# Files have no other sign that it does not rotate.
+# Files of this architecture tell only by this key whether there is a rotation.
 _TELLS_ROTATION, _ROTATES = "granitehybrid", "rope.scaling.finetuned"
 
 
@@ -68,12 +68,12 @@ def architecture_for(config: ModelConfig) -> str:
 
 
 def model_metadata(config: ModelConfig, name: str, longest: int) -> dict[str, Value]:
-    """What a file says of the model, below the architecture and "general".
+    """The metadata of the model, under the prefixes of the architecture and "general".
 
     Args:
-        config: That of the model.
+        config: The config of the model.
         name: Its name.
-        longest: The longest text that its makers name, also if it is not served.
+        longest: The longest text that its makers name, even if it is not served.
 
     Raises:
         UnsupportedError: The model cannot be written; the message names a setting.
@@ -100,7 +100,7 @@ def model_metadata(config: ModelConfig, name: str, longest: int) -> dict[str, Va
     if config.family.one_sublayer:
         width = config.intermediate_size if config.experts is None else config.experts.intermediate_size
         found[WIDTH] = [width if layer.feed_forward else 0 for layer in config.layers]
-        found[LAYER_EPS] = float(config.rms_norm_eps)  # llama.cpp asks for both
+        found[LAYER_EPS] = float(config.rms_norm_eps)  # llama.cpp requires both
     if config.latent is not None:
         found |= _latent(config, config.latent)
     if config.experts is not None:
@@ -128,7 +128,7 @@ def model_metadata(config: ModelConfig, name: str, longest: int) -> dict[str, Va
 
 
 def _rotation(config: ModelConfig, architecture: str) -> dict[str, Value]:
-    """Raises UnsupportedError if it cannot be said."""
+    """The metadata of the rotation. Raises UnsupportedError if GGUF cannot represent it."""
     rope = _rope_of_long_texts(config)
     found: dict[str, Value] = {} if architecture != _TELLS_ROTATION else {_ROTATES: rope is not None}
     if rope is None:
@@ -136,7 +136,7 @@ def _rotation(config: ModelConfig, architecture: str) -> dict[str, Value]:
             raise UnsupportedError("no_rope_layers: models without a rotation cannot be written")
         return found
     if _SECTIONS in ARCHITECTURES[architecture].keys:
-        # All pairs, by turns: of a text the three positions are the same.
+        # All pairs, in three equal sections: for text the three positions are the same.
         found[_SECTIONS] = [(config.rotary_dim // 2 + more) // 3 for more in (2, 1, 0)] + [0]
     return found | {
         "rope.dimension_count": config.rotary_dim,
@@ -146,7 +146,7 @@ def _rotation(config: ModelConfig, architecture: str) -> dict[str, Value]:
 
 
 def _latent(config: ModelConfig, sizes: LatentConfig) -> dict[str, Value]:
-    """Those of files with `kv_b_proj` in one tensor, which is quantised as at load."""
+    """The metadata of latent attention, for files with an undivided `kv_b_proj`, quantised as at load."""
     found: dict[str, Value] = {
         KV_HEADS: config.num_attention_heads,
         "attention.key_length": sizes.plain + sizes.rotated,
@@ -162,7 +162,7 @@ def _latent(config: ModelConfig, sizes: LatentConfig) -> dict[str, Value]:
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Value]:
-    """What an architecture may say of them."""
+    """The metadata of experts."""
     return {
         "expert_count": experts.count,
         "expert_used_count": experts.per_token,
@@ -201,7 +201,7 @@ def _sizes_of_recurrent(config: ModelConfig) -> dict[str, Value]:
 
 
 def end_metadata(end_ids: tuple[int, ...], bos: int | None) -> dict[str, Value]:
-    """The tokens around texts; the first that ends them is the tokenizer's. Raises UnsupportedError."""
+    """The metadata of begin and end tokens. `end_ids`: first the tokenizer's. Raises UnsupportedError."""
     if len(end_ids) > len(END_IDS):
         raise UnsupportedError(f"eos_token_id: a file has at most {len(END_IDS)}, got {[*end_ids]}")
     found: dict[str, Value] = dict(zip(END_IDS, end_ids, strict=False))
@@ -211,7 +211,7 @@ def end_metadata(end_ids: tuple[int, ...], bos: int | None) -> dict[str, Value]:
 
 
 def rope_factors(config: ModelConfig) -> Mapping[str, torch.Tensor]:
-    """The vectors that divide the frequencies of the rotation, by their names in a file: [R / 2] float32."""
+    """The divisors of the rotation's frequencies, [R / 2] float32, by their names in a file."""
     rope = _rope_of_long_texts(config)
     if rope is None:
         return {}
@@ -227,13 +227,13 @@ def rope_factors(config: ModelConfig) -> Mapping[str, torch.Tensor]:
 
 
 def _rope_of_long_texts(config: ModelConfig) -> RopeSpec | None:
-    """That of the layers without a window, or of all; None: there is none."""
+    """The rotation of the layers without a window, or of all layers. None: there is none."""
     layers = sorted(config.layers, key=lambda layer: layer.window is not None)
     return next((layer.rope for layer in layers if layer.rope is not None), None)
 
 
 def _is_one_list(rope: RopeSpec, rotary_dim: int) -> bool:
-    """Whether factors do not depend on a text's length and are all that there is, as in files of llama."""
+    """Whether a rotation is scaled only by factors that do not depend on the length, as in llama's files."""
     if rope.rope_type != "longrope" or rope.short_factor != rope.long_factor:
         return False
     return rope_frequencies(rope, rotary_dim)[1] == 1.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from workers.common.gguf.settings import EMBEDDING, HEAD
 from workers.models.family import ExpertNames, Family
 
-# What newer files have in place of `kv_b_proj`; see `workers.models.gguf.latent_parts`.
+# The parts of `kv_b_proj` in newer files; see `workers.models.gguf.latent_parts`.
 PARTS_OF_LATENTS = ("k_b", "v_b")
 _DELTA_RULE = {
     "attn_qkv": "in_proj_qkv",
@@ -47,14 +47,14 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names in checkpoints of a family, by those in files.
+    """The names of tensors in checkpoints of a family, by their names in GGUF files.
 
     Attributes:
-        outside: Of the tensors outside of layers.
-        modules: In a layer, before "weight" or "bias".
-        whole: In a layer, of tensors whose names differ in all.
-        experts: In a layer, of the tensors of all experts, each with the names for an expert, to which it
-            gives equal parts of its rows.
+        outside: Tensors outside of layers.
+        modules: In a layer, names without "weight" or "bias".
+        whole: In a layer, names of whole tensors.
+        experts: In a layer, tensors of all experts, each with the names for one expert, which get equal parts
+            of its rows.
     """
 
     outside: Mapping[str, str]
@@ -63,7 +63,7 @@ class Names:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __or__(self, more: Names) -> Names:
-        """Those of both."""
+        """The names of both."""
         return Names(
             {**self.outside, **more.outside},
             {**self.modules, **more.modules},
@@ -72,13 +72,13 @@ class Names:
         )
 
     def in_checkpoint(self, part: str) -> str | None:
-        """The name in a layer, by that in a file; None: there is none."""
+        """The name in a layer of a checkpoint, by the name in a file. None: unknown."""
         module, _, kind = part.rpartition(".")
         known = self.modules.get(module)
         return self.whole.get(part, known and f"{known}.{kind}")
 
     def in_file(self, name: str) -> str:
-        """The reverse; of a tensor of one expert that of all of them. A name that is not known stays."""
+        """The reverse. For a tensor of one expert, the name of the tensor of all. Unknown names stay."""
         for ours, theirs in self.outside.items():
             if name == theirs:
                 return ours
@@ -91,18 +91,18 @@ class Names:
         return f"blk.{layer}.{whole.get(part, f'{reverse.get(module, module)}.{kind}')}"
 
     def are_of_experts(self, name: str) -> bool:
-        """Whether a tensor of a file has those of all experts."""
+        """Whether a tensor of a file has the tensors of all experts."""
         return name.rpartition(".")[0].rpartition(".")[2] in self.experts
 
 
 def names_of(family: Family) -> Names:
-    """Those of a family."""
+    """The names for a family."""
     modules = _attention(family) | _norms(family) | _gated_mlp(family, family.mlp, "")
     whole = {"attn_sinks.weight": "self_attn.sinks"} if family.sinks else {}
     if family.sigmoid_routing and family.experts is not None:
         whole["exp_probs_b.bias"] = family.experts.correction
     if family.side_by_side:
-        # By a mistake of the converter of Falcon-H1, which llama.cpp reads.
+        # A mistake of Falcon-H1's converter, which llama.cpp accepts.
         whole["ffn_norm"] = f"{family.norms.before_mlp}.weight"
     match family.recurrent:
         case "short_conv":
@@ -156,7 +156,7 @@ def _norms(family: Family) -> dict[str, str]:
             "post_ffw_norm": norms.after_mlp,
         }
     else:
-        # The converters have followed one name or the other; what is written has the last one.
+        # Converters have used either name; the last one is written.
         either = ["post_attention_norm", "ffn_norm"]
         if family.sinks or family.recurrent == "gated_delta":
             either.reverse()
@@ -172,7 +172,7 @@ def _gated_mlp(family: Family, place: str, suffix: str) -> dict[str, str]:
 
 
 def _beside_experts(family: Family, names: ExpertNames) -> dict[str, str]:
-    """The router, and the expert that computes each token."""
+    """The names of the router and of the shared expert."""
     found = {"ffn_gate_inp": names.router}
     if names.shared is not None:
         found |= _gated_mlp(family, names.shared, "_shexp")

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as a GGUF file has them: in parts, or with rows or inputs in another order."""
+"""The tensors of a checkpoint in GGUF's layout: in parts, or with rows or inputs in another order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workers.models.decoder import Decoder
 from workers.models.linear import Linear
 from workers.models.parts import Part
 
-# Tensors of a recurrent layer that have a row for each of a projection, and are in the order of its rows.
+# Tensors of a recurrent layer with an element for each row of a projection, in the order of its rows.
 _FOLLOWERS = {"in_proj_qkv": ("conv1d.weight",), "in_proj_a": ("dt_bias", "A_log")}
 
 
 class _Reordered(StoredTensor):
-    """Some rows of a tensor, and all of its inputs, in any order."""
+    """A tensor with some rows and all inputs of another one, in any order."""
 
     def __init__(
         self, within: StoredTensor, rows: Sequence[int] | None, inputs: torch.Tensor | None = None
@@ -44,11 +44,11 @@ class _Reordered(StoredTensor):
 
 
 def in_order_of_files(entries: Mapping[str, StoredTensor], decoder: Decoder) -> dict[str, StoredTensor]:
-    """The tensors that a file needs, and others.
+    """The tensors of a checkpoint, and in their place or beside them those in GGUF's layout.
 
     Args:
-        entries: Those of a checkpoint.
-        decoder: The model, of a config with `gguf_layout`.
+        entries: The tensors of a checkpoint.
+        decoder: The model, whose config has `gguf_layout`.
     """
     found = dict(entries)
     for place, projection in decoder.projections():

@@ -1,4 +1,4 @@
-"""A model in GGUF files: what `workers.models.source` asks of a model."""
+"""A model in GGUF files, as a `workers.models.source.ModelSource`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_FACTORS = 4096
 
 
 class GgufSource:
-    """A `ModelSource`: a GGUF file, or the files into which a model is split. The first has the metadata."""
+    """A `ModelSource`: a GGUF file, or the files that a model is split into. The first has the metadata."""
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         self.path, self._files = path, files
@@ -33,17 +33,17 @@ class GgufSource:
 
     @property
     def is_of_library(self) -> bool:
-        """Families that native code has not."""
+        """Whether there is no native code for the family."""
         return self.settings()["model_type"] in LIBRARY_FAMILIES
 
     def check(self) -> None:
-        """There is nothing dangerous."""
+        """Does nothing: GGUF files are never dangerous to read."""
 
     def settings(self) -> dict[str, object]:
         return self._settings(self._headers(TOKEN_ARRAYS))
 
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:  # noqa: ARG002 - of `ModelSource`
-        """They are in the settings."""
+        """Returns none: they are in the settings."""
         return ()
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -52,12 +52,12 @@ class GgufSource:
             _, architecture = architecture_of(headers[0].content.metadata)
         settings = self._settings(headers)
         tensors = stored_tensors(headers, architecture, settings)
-        # Native code has what is fused in a file as it is.
+        # Native code uses fused tensors as they are.
         is_of_library = settings["model_type"] in LIBRARY_FAMILIES
         return with_projections_apart(tensors, settings) if is_of_library else tensors
 
     def notes(self) -> Sequence[str]:
-        """There are none."""
+        """Returns none."""
         return ()
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
@@ -77,7 +77,7 @@ class GgufSource:
             return read_settings(headers[0].content.metadata, tensors, read_factors)
 
     def _headers(self, arrays: Collection[str]) -> list[FileHeader]:
-        """Those of all files. Raises ModelError, also if they are not of one model."""
+        """The headers of all files. Raises ModelError, also if they are not of one model."""
         headers = [_read(self._files[0], arrays), *map(_read, self._files[1:])]
         for index, header in enumerate(headers):
             count = header.content.metadata.get("split.count", 1)
@@ -96,7 +96,7 @@ class GgufSource:
 
 
 def gguf_source(path: Path) -> GgufSource | None:
-    """The model at a path, if that is in GGUF; None: it is something else. See `model_files`.
+    """The model at a path. None: it is not in GGUF. See `model_files`.
 
     Raises ModelError.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, by the names and in the order of rows that a checkpoint has them."""
+"""The tensors of a GGUF file, with the names and the order of rows of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from workers.models.gguf.names import names_of
 from workers.models.recurrent_settings import Mamba2Config, RecurrentConfig
 from workers.models.registry import family_of
 
-# Spellings of a checkpoint. Those of quantised types are the names of formats.
+# The names of dtypes in a checkpoint. Quantised types keep the names of their formats.
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-# Dimensions of the tensors of all experts.
+# The numbers of dimensions of tensors of all experts.
 _STACKED = {"weight": 3, "bias": 2}
 _MATRIX, _MOST_PARTS = 2, 64
 _MAX_DIGITS = 10
@@ -52,7 +52,7 @@ def _row(shape: Shape) -> Shape:
     return (1, *shape) if len(shape) == 1 else shape
 
 
-# What a checkpoint has in another shape.
+# Conversions to a checkpoint's shape, by the tensor's name in a file.
 _RESHAPED: dict[str, Callable[[Shape], Shape]] = {
     "ssm_conv1d": _convolution,
     "conv": _convolution,
@@ -65,7 +65,7 @@ _RESHAPED: dict[str, Callable[[Shape], Shape]] = {
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """The header of a file, and the file's version when it was read."""
+    """The header of a GGUF file, and the file's version when it was read."""
 
     path: Path
     version: FileVersion
@@ -74,13 +74,13 @@ class FileHeader:
 
 @dataclass(frozen=True)
 class GgufTensor(TensorEntry):
-    """A tensor of a file, which differs from that of a checkpoint.
+    """A tensor of a GGUF file that may differ from that of a checkpoint.
 
     Attributes:
-        head_rows: The rows of a head, in which those of a pair are beside each other. In a checkpoint all
-            first ones come before all second ones. 0: the order is a checkpoint's.
-        offset: What its values have more than a checkpoint's.
-        of_logarithms: Its values are -exp of a checkpoint's. What is not negative becomes not finite.
+        head_rows: The number of rows of a head, in which the rows of rotated pairs are interleaved. In a
+            checkpoint all first ones come before all second ones. 0: the order is a checkpoint's.
+        offset: Its values minus those of a checkpoint.
+        of_logarithms: Its values are -exp of a checkpoint's. Values that are not negative become not finite.
     """
 
     head_rows: int = 0
@@ -92,7 +92,7 @@ class GgufTensor(TensorEntry):
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """See `StoredTensor`: whole heads, in the order of a checkpoint."""
         for first, part in read_parts(self, rows, staging, self.head_rows or 1):
-            # In place: the memory may be what a GPU copies from.
+            # In place: a GPU may copy from this memory.
             if self.head_rows:
                 pairs = part.view(-1, self.head_rows // 2, 2, *part.shape[1:])
                 part.copy_(pairs.transpose(1, 2).reshape(part.shape))
@@ -106,17 +106,17 @@ class GgufTensor(TensorEntry):
 def stored_tensors(
     headers: list[FileHeader], architecture: Architecture, settings: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """The tensors of all files of a model, by their names in a checkpoint.
+    """The tensors of a model's files, by their names in a checkpoint.
 
-    A tensor that is not known has its own name, and is refused with that.
+    An unknown tensor keeps its own name, with which it is refused later.
 
     Args:
-        headers: Those of the files.
-        architecture: That of the model.
-        settings: Its config.
+        headers: The headers of all files.
+        architecture: The architecture of the model.
+        settings: The config of the model.
 
     Raises:
-        ModelError: Two files have the same tensor, or one has a shape that cannot be.
+        ModelError: Two files have the same tensor, or a tensor has an impossible shape.
     """
     entries = _Entries(settings)
     head_rows = settings["head_dim"] if architecture.interleaved else 0
@@ -138,7 +138,7 @@ def stored_tensors(
 def _changes(
     header: FileHeader, info: TensorInfo, architecture: Architecture, head_rows: int
 ) -> dict[str, Any]:
-    """What differs from a checkpoint's tensor: fields of `GgufTensor`. Raises ModelError."""
+    """The fields of `GgufTensor` that describe differences to a checkpoint. Raises ModelError."""
     part = _module(info.name)
     if head_rows and part in _INTERLEAVED:
         if head_rows < 2 or head_rows % 2 or not info.shape or info.shape[0] % head_rows:
@@ -164,8 +164,8 @@ def written_shape(name: str, shape: Shape, sizes: RecurrentConfig | None) -> Sha
 
     Args:
         name: Its name in the file.
-        shape: That in a checkpoint.
-        sizes: Those of the model's recurrent layers.
+        shape: Its shape in a checkpoint.
+        sizes: The settings of the model's recurrent layers.
     """
     part = _module(name)
     if part == _GATE_OF_SHARED:
@@ -178,17 +178,17 @@ def written_shape(name: str, shape: Shape, sizes: RecurrentConfig | None) -> Sha
 
 
 def is_interleaved(name: str, architecture: Architecture) -> bool:
-    """Whether a file has the rows of this tensor of its in another order; see `GgufTensor`."""
+    """Whether a file's tensor with this name has interleaved rows; see `GgufTensor`."""
     return architecture.interleaved and _module(name) in _INTERLEAVED
 
 
 def is_norm(name: str) -> bool:
-    """Whether a tensor of a file has the weights of a norm of the hidden width or of a head of attention."""
+    """Whether a file's tensor is the weight of a norm of the hidden width or of attention heads."""
     return name.endswith("norm.weight") and _module(name) != _NORM_OF_SCAN
 
 
 def has_decays(name: str) -> bool:
-    """Whether a tensor of a file has -exp of a checkpoint's values."""
+    """Whether a file's tensor has -exp of a checkpoint's values."""
     return _module(name) == _DECAYS
 
 
@@ -197,7 +197,7 @@ def _module(name: str) -> str:
 
 
 class _Entries:
-    """Makes the tensors of a checkpoint of those of a file."""
+    """Converts tensors of a file to tensors of a checkpoint."""
 
     def __init__(self, settings: Mapping[str, object]) -> None:
         model_type = str(settings["model_type"])
@@ -210,9 +210,9 @@ class _Entries:
         self._not_read = range(first, first + more) if isinstance(first, int) else range(0)
 
     def of(self, header: FileHeader, info: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
-        """A tensor, or one for each expert, by their names in a checkpoint.
+        """Yields the tensor, or one for each expert, by their names in a checkpoint.
 
-        Raises ModelError for those of another number of experts, before they are made.
+        Raises ModelError for another number of experts, before any tensor is made.
         """
         entry = GgufTensor(
             info.name, header.path, _DTYPES.get(info.type, info.type), info.shape, info.begin, info.nbytes,
@@ -235,7 +235,7 @@ class _Entries:
     def _of_experts(
         self, header: FileHeader, entry: GgufTensor, names: tuple[str, ...]
     ) -> Iterator[tuple[str, GgufTensor]]:
-        """The tensors of each expert, which are equal parts of its rows. Raises ModelError."""
+        """Yields the tensors of each expert, which are equal parts of the rows. Raises ModelError."""
         count, rows = entry.shape[:2]
         if count != self._num_experts:
             says = f"{count} experts, and the metadata say {self._num_experts!r}"
@@ -250,7 +250,7 @@ class _Entries:
 
 
 def _parts_of(entry: GgufTensor, name: str) -> Iterator[tuple[str, GgufTensor]]:
-    """A tensor, or where {} stands for a number in its name, the parts along its first dimension."""
+    """Yields a tensor; or if its name contains {} for a number, the parts along its first dimension."""
     if "{}" not in name or len(entry.shape) <= _MATRIX or entry.shape[0] > _MOST_PARTS:
         yield name, entry
         return

@@ -1,10 +1,10 @@
 """Translates the tokenizer of a GGUF file to a tokenizer.json. Nothing here tokenises.
 
-Two kinds are known. "gpt2" is BPE over bytes; the name of its pre-tokenizer says how a text is split before.
-"llama" is SentencePiece's BPE, whose merges follow from the scores of its pieces; "gemma4" lists them.
+Two kinds are known. "gpt2" is BPE over bytes; the name of its pre-tokenizer determines how a text is split
+first. "llama" is SentencePiece's BPE, whose merges follow from the scores of its pieces; "gemma4" lists them.
 
-The expressions are those in the tokenizer.json of the models that a name stands for; `llama-vocab.cpp` of
-llama.cpp names them.
+The expressions are those in the tokenizer.json of the models that a name stands for; see `llama-vocab.cpp` of
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "\u2581"
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-# A piece has at most so many places where it can be divided; longer ones are not merged from others.
+# Longer pieces are not merged from others, which bounds the work for a piece.
 _MAX_PIECE_CHARACTERS = 256
-# Twice those of the largest known vocabulary, that of gemma3.
+# Twice the merges of the largest known vocabulary, gemma3's.
 _MAX_MERGES = 1 << 20
-# Of llama.cpp, by the names of sentence-transformers; 4 are scores of a reranker.
+# llama.cpp's numbers of poolings, with the names of sentence-transformers. 4: scores of a reranker.
 POOLINGS: Mapping[int, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
-# Phi-3 drops whitespace after its other added tokens; files have no place for that.
+# Phi-3 drops whitespace after its other added tokens, which GGUF cannot represent.
 _PHI3 = "phi3"
 _KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
-# Their pieces are merged in the order of the vocabulary: their scores do not say it.
+# Architectures whose pieces are merged in the order of the vocabulary, not of their scores.
 _IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
 
 
 def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) -> ModelText:
-    """What clients need to work with text; see `workers.models.text.read_text`.
+    """The data that clients need to work with text; see `workers.models.text.read_text`.
 
     Args:
-        metadata: Those of the file, with `TEXT_ARRAYS`.
+        metadata: The metadata of the file, with `TEXT_ARRAYS`.
         vocab_size: The size of the model's vocabulary.
-        max_bytes: What exceeds it in all is left out, with a warning in the log.
+        max_bytes: The limit of the total size. Anything above it is left out, with a warning in the log.
 
     Raises:
-        GgufError: The tokenizer is invalid, or of a kind that is not known; the message names a key.
+        GgufError: The tokenizer is invalid or of an unknown kind; the message names a key.
     """
     tokens = _strings(metadata, "tokens")
     kind = metadata.get(f"{metadata.get('general.architecture')}.{POOLING}")
@@ -108,7 +108,7 @@ def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, An
 def _byte_level(
     metadata: Mapping[str, Value], tokens: list[str], split: Split
 ) -> tuple[dict[str, Any], bool]:
-    """Normalizer, pre-tokenizer, decoder and model; and whether it adds a first token if nothing says so."""
+    """Normalizer, pre-tokenizer, decoder and model; and whether a BOS token is added by default."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = _given_merges(metadata, vocabulary)
     parts = {
@@ -121,7 +121,7 @@ def _byte_level(
 
 
 def _given_merges(metadata: Mapping[str, Value], vocabulary: Mapping[str, int]) -> list[list[str]]:
-    """Those of the file. Raises GgufError for what is none."""
+    """The merges of the file. Raises GgufError for an invalid one."""
     merges = [merge.split(" ") for merge in _strings(metadata, "merges") or ()]
     if any(len(pair) != 2 for pair in merges):
         raise GgufError(f"{PREFIX}merges: each must be two tokens with a space between them")
@@ -149,7 +149,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str
     has_merges = metadata.get(f"{PREFIX}model") == GEMMA4
     is_gemma = has_merges or metadata.get("general.architecture") in _IN_ORDER_OF_IDS
     if is_gemma:
-        # These have spaces where the library looks for the sign that stands for them.
+        # These have spaces, where the library expects the character that stands for them.
         tokens = [token.replace(" ", _SPACE) if not token.strip(" ") else token for token in tokens]
         scores: Sequence[float] = range(0, -len(tokens), -1)
     else:
@@ -232,7 +232,7 @@ def _merges(
 def _around(
     metadata: Mapping[str, Value], tokens: list[str], *, adds_bos: bool, byte_level: bool
 ) -> dict[str, Any] | None:
-    """What adds the first and the last token."""
+    """The post-processor, which adds BOS and EOS tokens. None: none are added."""
     before, after = (
         _token_id(metadata, f"{name}_token_id", len(tokens))
         if metadata.get(f"{PREFIX}add_{name}_token", default) is True

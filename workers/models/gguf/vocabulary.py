@@ -28,13 +28,13 @@ from workers.models.text import ModelText
 
 _log = logging.getLogger(__name__)
 
-# The names under which llama.cpp knows pre-tokenizers, first those that its converters write.
+# llama.cpp's names of pre-tokenizers, first the ones that its converters write.
 _NAMES = ("llama-bpe", "qwen2", "tekken", "gpt-4o", "smollm", "gpt-2", "dbrx")
 _NONE = {"tokenizer.ggml.model": "none"}
 _BYTE_TEXTS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-# Settings of added tokens that files have no place for.
+# Settings of added tokens that GGUF cannot represent.
 _FLAGS = ("lstrip", "rstrip", "single_word")
-# These change no ids.
+# Settings that do not change token ids.
 _WITHOUT_EFFECT = ("trim_offsets",)
 _MOST_NAMED = 5
 
@@ -42,16 +42,16 @@ _MOST_NAMED = 5
 def text_metadata(
     text: ModelText, vocab_size: int, ends: Mapping[str, Value], architecture: str
 ) -> dict[str, Value]:
-    """What a file says of the tokenizer and the chat templates.
+    """The metadata of the tokenizer and the chat templates.
 
     Args:
-        text: Those of the model.
-        vocab_size: The number of tokens of the model; those that the tokenizer lacks are unused.
-        ends: What the file says of the tokens around texts.
-        architecture: That of the file.
+        text: The tokenizer and chat templates of the model.
+        vocab_size: The size of the model's vocabulary. Ids that the tokenizer lacks become unused tokens.
+        ends: The metadata of begin and end tokens.
+        architecture: The architecture of the file.
 
     Raises:
-        GgufError: No file of an architecture can say it; the message names a part of tokenizer.json.
+        GgufError: GGUF cannot represent it; the message names a part of tokenizer.json.
     """
     templates: dict[str, Value] = {
         TEMPLATE if name == DEFAULT else f"{TEMPLATE}.{name}": source
@@ -60,7 +60,7 @@ def text_metadata(
     if not text.tokenizer_json:
         return {**_NONE, **ends, **templates}
     tokenizer = json.loads(text.tokenizer_json)
-    # The tokens that the tokenizer names count more than those of the config.
+    # The tokens that the tokenizer names override those of the config.
     found = _tokens(tokenizer, vocab_size) | dict(ends) | _named(text, tokenizer)
     first, last = _around(tokenizer.get("post_processor"))
     for name, token in (("bos", first), ("eos", last)):
@@ -73,7 +73,7 @@ def text_metadata(
 def _recognised(
     found: Mapping[str, Value], tokenizer: Mapping[str, Any], vocab_size: int, architecture: str
 ) -> dict[str, Value]:
-    """The metadata with the kind of tokenizer, which is read back as the same. Raises GgufError."""
+    """Adds the kind of tokenizer, so that the same tokenizer is read back. Raises GgufError."""
     model, wanted = tokenizer["model"], _parts(tokenizer)
     more: dict[str, Value]
     if model.get("byte_fallback"):
@@ -109,13 +109,13 @@ def _split_name(wanted: Mapping[str, Any]) -> str:
 
 
 def _parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same for the same tokens."""
+    """The parts of a tokenizer.json that determine its tokens."""
     model = tokenizer["model"]
     steps = [*_steps(tokenizer.get("pre_tokenizer"), "pretokenizers")]
     has_no_spaces = model.get("byte_fallback")
     return {
         "normalizer": [*_steps(tokenizer.get("normalizer"), "normalizers")],
-        # Of gemma, after all spaces were replaced.
+        # gemma's split at spaces has no effect after all spaces were replaced.
         "pre_tokenizer": [
             step for step in steps if not (has_no_spaces and step.get("pattern") == {"String": " "})
         ],
@@ -127,7 +127,7 @@ def _parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """The steps of a sequence, or of something that is one by itself."""
+    """The steps of a sequence, or the part itself if it is a single step."""
     if part is None:
         return
     if part.get("type") == "Sequence":
@@ -173,7 +173,7 @@ def _tokens(tokenizer: Mapping[str, Any], vocab_size: int) -> dict[str, Value]:
 
 
 def _named(text: ModelText, tokenizer: Mapping[str, Any]) -> dict[str, Value]:
-    """The ids of the tokens for what is unknown, and for padding."""
+    """The ids of the unknown and padding tokens."""
     ids = dict(tokenizer["model"]["vocab"])
     ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
     texts = dict(text.chat_template.special_tokens)
@@ -186,7 +186,7 @@ def _named(text: ModelText, tokenizer: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _scores(found: Mapping[str, Value], model: Mapping[str, Any], architecture: str) -> list[float]:
-    """Of each token: pieces that are merged first have the highest."""
+    """The score of each token: pieces that are merged first have the highest."""
     tokens = found[f"{PREFIX}tokens"]
     assert isinstance(tokens, list)
     if architecture.startswith("gemma"):
@@ -198,7 +198,7 @@ def _scores(found: Mapping[str, Value], model: Mapping[str, Any], architecture: 
 
 
 def _around(post_processor: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
-    """The ids of the tokens that are added before and after a text. Raises GgufError."""
+    """The ids of the tokens added before and after a text. Raises GgufError."""
     found: tuple[int | None, int | None] = (None, None)
     for step in _steps(post_processor, "processors"):
         if step.get("type") == "ByteLevel":

@@ -1,7 +1,7 @@
-"""Activations of the library that give an element the same bits wherever it is in a tensor.
+"""Activations of the library whose results do not depend on an element's place in a tensor.
 
-torch computes an activation with vectors, and what remains at the end of the tensor, or of a thread's part of
-it, element by element with functions that round differently. So the bits of a row depend on the rows before
+torch computes an activation with vector instructions, but the rest at the end of a tensor, or of a thread's
+part, element by element with functions that round differently. So the bits of a row depend on the rows before
 it, unless its width is a multiple of two vectors.
 """
 
@@ -31,24 +31,24 @@ _KINDS = (
 )
 # Two vectors of AVX-512 in bfloat16.
 _STEP = 64
-# torch gives each thread at least so many elements.
+# The least number of elements that torch gives to a thread.
 _ELEMENTS_PER_THREAD = 32768
 
 
 def fix_activations(module: nn.Module) -> None:
-    """Mutates the activations of a model on the CPU."""
+    """Replace the activations of a model on the CPU. Mutates `module`."""
     for part in module.modules():
         if type(part) in _KINDS:
             part.forward = functools.partial(_in_whole_steps, part.forward)
 
 
 def _in_whole_steps(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """An elementwise function of a tensor, which each thread computes in whole steps."""
+    """Apply an elementwise function so that each thread computes whole steps."""
     threads = torch.get_num_threads()
     all_threads = x.numel() >= threads * _ELEMENTS_PER_THREAD
     missing = -x.numel() % (_STEP * threads if all_threads else _STEP)
     whole = functional.pad(x.flatten(), (0, missing)) if missing else x.flatten()
-    # With fewer threads than there are, torch would divide the elements otherwise.
+    # torch would split a small tensor over fewer threads, at other places.
     torch.set_num_threads(threads if all_threads else 1)
     try:
         return function(whole)[: x.numel()].view(x.shape)

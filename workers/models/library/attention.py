@@ -27,10 +27,10 @@ from workers.models.inputs import ForwardInputs
 from workers.models.page_writes import PageWrites
 from workers.models.values import names
 
-# The names under which the library knows these implementations. Only with PROBE does it also build masks.
+# The names of these implementations in the library, which builds masks only for PROBE.
 PROBE = "quire_probe"
 PAGED = "quire_paged"
-# The attribute of a config that has the handler.
+# The config attribute that has the handler.
 HANDLER_ATTRIBUTE = "_quire_attention"
 
 # Keyword arguments of attention without effect here: dropout is for training, keys and queries are rotated

@@ -44,7 +44,7 @@ def library_errors(doing: str) -> Iterator[None]:
     except _PASSED:
         raise
     except Exception as error:
-        # The lines joined: often only a later one says what is wrong.
+        # All lines, because often only a later one says what is wrong.
         message = " ".join(str(error).split())
         shown = message if len(message) <= _MAX_CHARACTERS else f"{message[:_MAX_CHARACTERS]}..."
         raise ModelError(

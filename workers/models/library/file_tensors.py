@@ -22,7 +22,7 @@ from workers.models.library.quantised_module import values_of
 # dimensions.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias")
 _MASKS = (".attn.bias", ".attention.bias")
-# Weights, and tables of what belongs to a token.
+# Weights, and integer tables by token.
 _DTYPES = checkpoint.DTYPES | {"I64": torch.int64}
 _SEQUENTIAL_ENV = "HF_DEACTIVATE_ASYNC_LOAD"
 # The bytes between two calls of malloc_trim, which takes milliseconds.
@@ -57,10 +57,10 @@ class FileTensor:
             into = whole[first : first + len(part)] if entry.shape else whole
             if entry.form is None:
                 assert isinstance(part, torch.Tensor), "it is not quantised"
-                # Parts of a dtype that no weight has are bytes.
+                # Parts with a dtype that no weight has are bytes.
                 into.copy_(part.view(dtype).view_as(into))
             else:
-                # In GGUF files: [rows of a matrix, bytes of a row].
+                # Parts of GGUF files are [rows, bytes of a row].
                 rows = part.view(into[..., 0].numel(), -1) if isinstance(part, torch.Tensor) else part
                 into.copy_(values_of(entry.form, rows, entry.shape[-1]).view_as(into))
             self._done(part.nbytes)

@@ -1,9 +1,8 @@
 """A model of the transformers library that runs one sequence at a time, on KV gathered from pages.
 
-It is for models with attention code of their own (bloom, falcon, mpt, gptj), which does not support pages,
-for those that keep more than keys and values, and for those without a cache. Their code gets a cache of the
-library's interface: see `library_cache`. A step runs at least one forward for each of its sequences, so
-sequences do not share a batch.
+For models whose own attention code (bloom, falcon, mpt, gptj) does not support pages, models that keep more
+than keys and values, and models without a cache. Their code gets a cache with the library's interface; see
+`library_cache`. A step runs at least one forward for each of its sequences, without batching.
 
 Dimension letters: T tokens of a forward; C positions of its sequence; K key-value heads; D width of a head; R
 wanted rows; V vocabulary.
@@ -27,23 +26,23 @@ from workers.models.library.library_cache import Keys, LibraryCache, PagedKeys, 
 from workers.models.library.library_model import EAGER, LibraryModel
 from workers.models.self_check import tolerance
 
-# The tokens of the check whether a forward of several goes on from a state.
+# The numbers of tokens in the check whether a forward of several tokens continues from a state.
 _FIRST_TOKENS, _MORE_TOKENS = 5, 4
-# A model without a cache computes all tokens of a sequence in each forward. Pages hold these: three digits
-# each, which all dtypes represent.
+# A model without a cache computes all tokens of a sequence in each forward. Pages store the token ids, as
+# three digits each, which all dtypes can represent.
 _TOKENS: Place = (0, "tokens")
 _DIGITS = torch.tensor([1 << 16, 1 << 8, 1])
 
 
 class GatheredModel(LibraryModel):
-    """A model that keeps what it needs of a sequence in the library's cache, in its modules, or nowhere."""
+    """A model that keeps the state of a sequence in the library's cache, in its modules, or nowhere."""
 
     # The model's own attention code does not support token trees, and wants plain keys and values.
     takes_trees = False
     packs_kv = False
 
     def __init__(self, module: PreTrainedModel, why_not_packed: str = "") -> None:
-        """Take ownership of a loaded model, and run a few tokens to find what it stores.
+        """Take ownership of a loaded model. Runs a few tokens to find what it stores.
 
         Raises ModelError if a layer stores something else.
         """
@@ -56,7 +55,7 @@ class GatheredModel(LibraryModel):
         with torch.inference_mode():
             self._cache = LibraryCache(module, self._parameters)
             self.kv_layers = self._probe()
-        # Whether a forward of several tokens may go on from a state.
+        # Whether a forward of several tokens may continue from a state.
         self._goes_on_at_once = not self.state_shapes or self._can_go_on()
 
     @torch.inference_mode()
@@ -132,7 +131,7 @@ class GatheredModel(LibraryModel):
                 kv.states.store(slot, [tensor[None] for tensor in self._cache.state()])
 
     def _parts(self, run: StateRun) -> Iterator[tuple[int, int, int]]:
-        """The forwards of an item: the first position, that after the last, and where the state goes."""
+        """The forwards of an item: (first position, end position, slot for the state)."""
         start = run.source.position
         for held in run.writes:
             if start and not self._goes_on_at_once:
@@ -158,7 +157,7 @@ class GatheredModel(LibraryModel):
         return answer
 
     def _probe(self) -> tuple[LayerKv, ...]:
-        """The shapes of the keys and values that a forward stores. Finds those of states.
+        """The shapes of the keys and values that a forward stores. Also finds those of states.
 
         Raises ModelError.
         """
@@ -183,7 +182,7 @@ class GatheredModel(LibraryModel):
 
     @torch.inference_mode()
     def _can_go_on(self) -> bool:
-        """Whether a forward of several tokens goes on from a state; some families' code begins anew."""
+        """Whether a forward of several tokens continues from a state. Some families' code starts anew."""
         vocab_size = self.module.config.get_text_config(decoder=True).vocab_size
         tokens = torch.arange(_FIRST_TOKENS + _MORE_TOKENS, device=self.device) * 31 % vocab_size
         ends = list[list[torch.Tensor]]()
@@ -193,8 +192,8 @@ class GatheredModel(LibraryModel):
             for start, end in pairwise(accumulate(sizes, initial=0)):
                 keys.length = start
                 logits = self._call(tokens[start:end], start, torch.tensor([end - start - 1])).logits
-            # What is lost of a state may be less than rounding in logits, but never in the states after it.
-            # The first of a kind has been rounded least.
+            # A lost state may change logits by less than rounding, but not the states after it. The first
+            # state of a kind has been rounded least.
             states = {(one.shape, one.dtype): one for one in reversed(self._cache.state())}
             ends.append([one.to(torch.float32, copy=True) for one in (logits[0, -1], *states.values())])
         return all(

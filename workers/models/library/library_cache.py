@@ -1,8 +1,8 @@
 """The cache of a model of the library that runs one sequence at a time.
 
-The model gets a cache of the class that the library makes for it. What grows with each token (keys and
-values, keys of an index, rows that will be compressed) is not stored there but in pages, or in a probe. All
-other tensors that a forward leaves, in the cache or in attributes of modules, are the recurrent state.
+The model gets a cache of the class that the library makes for it. Data that grows with each token (keys and
+values, keys of an index, rows to be compressed) is not stored there but in pages, or in a probe. All other
+tensors that a forward leaves in the cache or in attributes of modules are the recurrent state.
 
 Dimension letters: T tokens of a forward; C positions of its sequence; K key-value heads; D width of a head.
 """
@@ -24,23 +24,23 @@ from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.page_writes import PageWrites
 
-# A layer of the cache, and which rows it keeps for each token. The first ones are its keys and values.
+# (layer of the cache, name of the rows that it keeps for each token). KEYS: its keys and values.
 Place = tuple[int, str]
 KEYS = ""
-# The arguments of models for a cache.
+# The names of the argument for the cache in models' forwards.
 _ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
 class Keys:
-    """The keys and values of a sequence, as a cache reads and writes them."""
+    """The keys and values of a sequence behind a cache."""
 
-    # The tokens that are there before the forward.
+    # The number of tokens before the forward.
     length = 0
 
     def extend(
         self, place: Place, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes new keys and values [1, K, T, D], and returns those of the whole sequence [1, K, C, D]."""
+        """Adds keys and values [1, K, T, D]. Returns those of the whole sequence [1, K, C, D]."""
         raise NotImplementedError
 
 
@@ -50,7 +50,7 @@ class PagedKeys(Keys):
     def __init__(
         self, inputs: ForwardInputs, kv: KvTensors, places: Mapping[Place, int], item: int, rows: range
     ) -> None:
-        """`rows`: of the item in the batch; `places`: the layer of `kv` of each place."""
+        """`rows`: the item's rows in the batch; `places`: the layer of `kv` for each place."""
         self._places = places
         end = inputs.attention.context_lens_host[item]
         self._kv = kv
@@ -60,7 +60,7 @@ class PagedKeys(Keys):
         self._first = end - len(rows)
 
     def advance(self, start: int, end: int) -> None:
-        """The next forward is over these positions."""
+        """Sets the positions of the next forward."""
         self.length = start
         self._end = end
         self._known = max(0, self._first - start)
@@ -81,7 +81,7 @@ class PagedKeys(Keys):
 
 
 class ProbedKeys(Keys):
-    """Keys and values in memory. Notes their shapes, by layer."""
+    """Keys and values in memory. Records their shapes by layer."""
 
     def __init__(self) -> None:
         self.seen: dict[Place, LayerKv] = {}
@@ -102,7 +102,7 @@ class ProbedKeys(Keys):
 
 
 class _StoredKeys:
-    """The part of the library's cache that is about keys and values, which it does not store."""
+    """The methods of the library's cache for keys and values, without storing them."""
 
     keys: Keys
 
@@ -123,7 +123,7 @@ class _StoredKeys:
 
 
 class _IndexedLayer(DynamicIndexedLayer):
-    """Computes the positions of the keys of its index, if the model stores them: they count from 0."""
+    """Computes the positions of the index's keys, if the model stores them: they count from 0."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -143,10 +143,10 @@ class _IndexedLayer(DynamicIndexedLayer):
 
 
 class _CompressedLayer(DynamicSlidingWindowLayer):
-    """Stores what is compressed for each token, and compresses all of it in each forward."""
+    """Stores the uncompressed rows of each token, and compresses all of them in each forward."""
 
     def __init__(self, cache: Any, index: int, layer: Any) -> None:
-        """Takes the place of `layer`."""
+        """Replaces `layer`."""
         super().__init__(layer.sliding_window)  # type: ignore[no-untyped-call]
         self._cache, self._index = cache, index
         self.compress_rate = layer.compress_rate
@@ -154,40 +154,40 @@ class _CompressedLayer(DynamicSlidingWindowLayer):
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Takes rows [1, T, D], and returns those of all whole windows of the sequence, from position 0."""
+        """Adds rows [1, T, D]. Returns the rows of all complete windows of the sequence, and position 0."""
         kv, gate = self._cache.keys.extend((self._index, name), kv[:, None], gate[:, None])
         whole = kv.shape[2] // self.compress_rate * self.compress_rate
         return kv[:, 0, :whole], gate[:, 0, :whole], 0
 
     def update_compressor_states(self, _: str, compressed: torch.Tensor) -> torch.Tensor:
-        """The given states are all states."""
+        """Returns the given states: they are those of the whole sequence."""
         return compressed
 
     def update_overlap_state(self, *_: Any) -> tuple[None, None]:
-        """There is no window before the first one."""
+        """Returns none: there is no window before the first one."""
         return None, None
 
 
 class LibraryCache:
-    """The cache of one sequence at a time, which takes the place of the one before."""
+    """The cache of a single sequence at a time."""
 
     def __init__(self, module: PreTrainedModel, parameters: Collection[str]) -> None:
-        """Ask the model for a cache. `parameters`: the names of the arguments of its forward."""
+        """Get a cache from the model. `parameters`: the names of the arguments of its forward."""
         self._name = next((name for name in _ARGUMENTS if name in parameters), "")
         token = torch.zeros((1, 1), dtype=torch.int64, device=module.device)
         before = [getattr(part, name) for part, name in _attributes(module)]
         own = getattr(module(input_ids=token, use_cache=True), self._name, None)
-        # What modules keep of the sequence themselves.
+        # The attributes in which modules keep state of the sequence themselves.
         self._attributes = [
             (part, name)
             for part, name in _attributes(module)
             if all(getattr(part, name) is not tensor for tensor in before)
         ]
-        # Before the first token. None: the model makes its cache in its first forward.
+        # The cache before the first token. None: the model makes its cache in its first forward.
         self._empty = _new_cache(module, own) if self._name and isinstance(own, Cache | None) else None
         self._constants = {path for path, _ in _tensors(self._empty)}
         self._cache: Any = None
-        # After some tokens. Only the tensors of its state change.
+        # A cache after some tokens. Only the tensors of its state are replaced.
         self._filled: Any = None
 
     @property
@@ -196,14 +196,14 @@ class LibraryCache:
         return {self._name: self._cache} if self._name else {}
 
     def start(self, keys: Keys) -> None:
-        """The next forward begins a sequence, with its keys and values there."""
+        """The next forward begins a sequence, whose keys and values are in `keys`."""
         self._cache = copy.deepcopy(self._empty)
         self._set_keys(keys)
         for part, name in self._attributes:
             setattr(part, name, None)
 
     def go_on(self, keys: Keys, state: Sequence[torch.Tensor]) -> None:
-        """The next forward goes on from a copy of a state, which it may change."""
+        """The next forward continues from a copy of `state`, with the keys and values in `keys`."""
         self._cache = self._filled
         self._set_keys(keys)
         within = self._tensors_of_cache()
@@ -213,7 +213,7 @@ class LibraryCache:
             setattr(part, name, kept)
 
     def ran(self, answer: Any) -> None:
-        """Take the cache of an answer of the model."""
+        """Must be called with the model's output after each forward: takes its cache."""
         if self._empty is None and self._name:
             self._cache = getattr(answer, self._name)
 
@@ -222,7 +222,7 @@ class LibraryCache:
         return [*self._tensors_of_cache(), *(getattr(part, name) for part, name in self._attributes)]
 
     def probed(self, before: Sequence[torch.Size]) -> tuple[StateShape, ...]:
-        """What a state is, after a second forward. Raises ModelError if `before` it had other shapes."""
+        """The shapes of the state after a second forward. Raises ModelError if `before` it they differed."""
         state = self.state()
         if [tensor.shape for tensor in state] != [*before]:
             raise ModelError("its cache has more than keys and values that grows with the text")

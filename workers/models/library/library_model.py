@@ -73,12 +73,12 @@ class LibraryModel(ABC):
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The argument: `forward` returns logits already."""
+        """Returns its argument, since `forward` returns logits already."""
         return hidden
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The plain forward of one sequence: the library's own, without pages or our kernels.
+        """The library's own forward of one sequence, without pages and our kernels.
 
         Args:
             token_ids: [T] int64.
@@ -91,7 +91,7 @@ class LibraryModel(ABC):
         return logits
 
     def _outputs_hidden_states(self, **inputs: Any) -> bool:
-        """Whether a forward of one token returns hidden states of all layers, as the library documents."""
+        """Whether a forward returns hidden states of all layers, as the library documents. Runs one token."""
         text = self.module.config.get_text_config(decoder=True)
         try:
             states = self.module(**inputs, output_hidden_states=True).hidden_states
@@ -121,7 +121,7 @@ class LibraryModel(ABC):
 def build(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A model of a copy of the config: models that share a config would share their attention."""
+    """Build a model from a copy of the config: models that share a config would share their attention."""
     make: Any = model_class._from_config  # noqa: SLF001
     made: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
     return made

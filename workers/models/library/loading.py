@@ -1,8 +1,8 @@
-"""Loads a Hugging Face directory into a model of the transformers library, which runs over our pages.
+"""Loads a Hugging Face directory into a model of the transformers library that runs over pages.
 
-The library builds the model and places each tensor, which for many families is more than a name (experts are
-stacked, projections fused). It reads the tensors one by one through `file_tensors`, from files whose headers
-were checked. So the weights are in memory once, and one tensor twice.
+The library builds the model and places each tensor, which for many families is more than a lookup (experts
+are stacked, projections fused). It reads the tensors one by one through `file_tensors`, from files whose
+headers were checked. So the weights are in memory once, and only one tensor twice.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def plan_library_model(
     """Check config.json and the headers of the safetensors of a directory.
 
     Args:
-        directory: A Hugging Face model directory, or another `ModelSource`. On a GPU what is quantised is
+        directory: A Hugging Face model directory, or another `ModelSource`. On a GPU quantised tensors are
             dequantised.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
             names, else that of the first tensor in the files; on a CPU float32 for float16.
@@ -275,7 +275,7 @@ def _check_loaded(directory: Path, settings: LibrarySettings, info: Mapping[str,
 
 
 def _warn_of_own_tensors(directory: Path, module: PreTrainedModel) -> None:
-    """Log which tensors the config ties, but are not tied since those of the files differ."""
+    """Log which tensors are not tied, despite the config, because those in the files differ."""
     wanted: Mapping[str, str] = module.get_expanded_tied_weights_keys(all_submodels=True)
     for name, other in wanted.items():
         if name not in module.all_tied_weights_keys:

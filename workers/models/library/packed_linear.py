@@ -44,7 +44,7 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]  # of an attribute
-    """A linear layer with a packed weight."""
+    """A linear layer with a packed or quantised weight."""
 
     _use_plain_product = False
 
@@ -60,7 +60,7 @@ class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]  # of an attri
 
 
 class PackedEmbedding(_Packed, nn.Embedding):  # type: ignore[override]  # of an attribute
-    """An embedding whose weight is packed as that of the head."""
+    """An embedding with the packed or quantised weight of the head."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
         """[...] -> [..., C]."""
@@ -71,7 +71,7 @@ class PackedEmbedding(_Packed, nn.Embedding):  # type: ignore[override]  # of an
 def pack_linears(module: nn.Module) -> None:
     """Pack the projections for whose dtype the CPU has a compiled product.
 
-    Mutates `module`. Weights are packed in place, that of a tied embedding and head once. Weights with
+    Mutates `module`. Weights are packed in place, shared ones of an embedding and a head once. Weights with
     another use, such as an embedding that is scaled, are not packed.
     """
     users: dict[int, list[nn.Module]] = defaultdict(list)
@@ -85,9 +85,9 @@ def pack_linears(module: nn.Module) -> None:
 
 @contextmanager
 def plain_products(module: nn.Module) -> Iterator[None]:
-    """Inside the block, packed layers unpack their weight in each call, and multiply as the library does.
+    """Inside the block, packed layers unpack their weight in each call, and use the library's product.
 
-    Quantised ones do not: the library has no product that rounds as theirs do.
+    Not quantised ones, because the library has no product that rounds as theirs.
     """
     layers = [
         part
@@ -104,7 +104,7 @@ def plain_products(module: nn.Module) -> Iterator[None]:
 
 
 def _are_packable_kinds(parts: Sequence[nn.Module]) -> bool:
-    """Whether a weight is that of one projection, or of an embedding and a head, and of nothing else."""
+    """Whether a weight belongs to a single projection, or to an embedding and a head, and nothing else."""
     # Subclasses may use the weight in another way.
     kinds = [type(part) for part in parts]
     alone = kinds in ([nn.Linear], [Conv1D])
@@ -112,7 +112,7 @@ def _are_packable_kinds(parts: Sequence[nn.Module]) -> bool:
 
 
 def _can_pack(part: Any) -> bool:
-    """Whether there is a product for its weight, which is used for all inputs."""
+    """Whether there is a packed product for the weight, which is then used for all inputs."""
     return can_pack(part.weight) and all(each.dtype == part.weight.dtype for each in part.parameters())
 
 
@@ -123,14 +123,14 @@ def _pack(parts: Sequence[Any]) -> None:
 
 
 def hold(parts: Sequence[Any], weight: Weight) -> None:
-    """Give projections, or an embedding and its head, a weight [O, I] in place of the one that they share."""
+    """Replace the weight that projections, or an embedding and its head, share by another one [O, I]."""
     for part in parts:
         del part.weight
         part._packed, part._plain_kind = weight, type(part)  # noqa: SLF001
         if type(part) is nn.Embedding:
             part.__class__ = PackedEmbedding
         elif isinstance(part, nn.Embedding):
-            # It does to these rows what it does to others, such as scaling them to the dtype of its weight.
+            # A subclass also processes these rows, such as by scaling them in the dtype of its weight.
             members = {"weight": property(_only_a_dtype)}
             part.__class__ = type(type(part).__name__, (type(part), PackedEmbedding), members)
         else:
@@ -139,7 +139,7 @@ def hold(parts: Sequence[Any], weight: Weight) -> None:
 
 
 def _only_a_dtype(part: _Packed) -> torch.Tensor:
-    """What an embedding that scales rows asks of its weight, which has no elements here."""
+    """An empty tensor with the weight's dtype, which is all that an embedding that scales rows reads."""
     weight: Any = torch.empty(0, dtype=part._packed.dtype)  # noqa: SLF001 - of this module
     weight._is_hf_initialized = True  # noqa: SLF001 - else the library draws values, and looks for rows
     return weight  # type: ignore[no-any-return] # a tensor

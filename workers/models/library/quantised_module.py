@@ -1,7 +1,7 @@
-"""Turns a library's model into the plain forward of a quantised one, which proves native code.
+"""Turns a library's model into the reference of a quantised one, against which native code is checked.
 
-Embeddings and projections get the weights as the format holds them, dequantised. On the CPU what projections
-multiply is rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
+Embeddings and projections get the dequantised weights of the format. On the CPU the inputs of projections are
+rounded to bytes in groups, as in kernels/cpu/grouped_product.h.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.models.parts import Part
 
 
 class _Experts(nn.Module):
-    """Experts with a projection for each matrix, which are views of those that the library has stacked."""
+    """Experts with a projection for each matrix, which is a view of the library's stacked matrices."""
 
     def __init__(self, stacked: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Experts(nn.Module):
         self.down = _projections(down, biases[1])
 
     def _halves(self, outputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The outputs of gate and of up: [E, 2 * I, ...] -> [E, I, ...] twice."""
+        """Splits outputs into those of gate and of up: [E, 2 * I, ...] -> [E, I, ...] twice."""
         return outputs.chunk(2, dim=1) if self.is_concatenated else (outputs[:, ::2], outputs[:, 1::2])
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class _Experts(nn.Module):
 
 
 def _projections(matrices: torch.Tensor, biases: torch.Tensor | None) -> nn.ModuleList:
-    """[E, O, I] and [E, O] -> one for each expert."""
+    """[E, O, I] and [E, O] -> a projection for each expert."""
     found = nn.ModuleList()
     for expert, matrix in enumerate(matrices):
         made = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
@@ -80,7 +80,7 @@ def _projections(matrices: torch.Tensor, biases: torch.Tensor | None) -> nn.Modu
 
 @contextmanager
 def separate_experts(module: Any, family: Family) -> Iterator[dict[str, nn.Parameter]]:
-    """Let a model have a projection for each matrix of experts, until the end of the `with`.
+    """Inside the block, a model has a projection for each matrix of experts.
 
     Args:
         module: Mutated.
@@ -119,17 +119,17 @@ def put_values(
     values: Mapping[str, torch.Tensor],
     orders: Mapping[str, torch.Tensor | None],
 ) -> AbstractContextManager[object]:
-    """Give parameters the values of quantised rows, and let projections round what they multiply.
+    """Give parameters dequantised values, and let projections round their inputs.
 
     Returns:
-        What ends that rounding.
+        A context manager that ends the rounding.
 
     Args:
-        module: Mutated: a model whose projections are `nn.Linear`, or routers. A tied head has the weight of
+        module: Mutated. A model whose projections are `nn.Linear`, or routers. A tied head has the weight of
             its embedding.
         parameters: Its parameters, by the names in a checkpoint.
         values: [O, I] each, by the same names.
-        orders: Of those whose inputs are rounded, the order in which these are in groups; None: as they are.
+        orders: For parameters whose inputs are rounded, the order in which these are grouped; None: as is.
     """
     for name, matrix in values.items():
         parameters[name].copy_(matrix.view_as(parameters[name]))
@@ -144,7 +144,7 @@ def put_values(
 
 
 def values_of(form: WeightFormat, rows: Part, inputs: int) -> torch.Tensor:
-    """[n, I] the dequantised rows of files; of GGUF files, where possible, as the library reads them."""
+    """[n, I] dequantised rows of files. Rows of GGUF files, where possible, as the library reads them."""
     if not isinstance(rows, torch.Tensor):
         return rows.dense(scale_inputs(form, inputs))
     number = next(number for number, (name, *_) in TYPES.items() if name == form.name)
@@ -155,7 +155,7 @@ def values_of(form: WeightFormat, rows: Part, inputs: int) -> torch.Tensor:
 
 
 def _round(_: nn.Module, inputs: tuple[torch.Tensor], order: torch.Tensor | None) -> tuple[torch.Tensor]:
-    """The inputs [..., I] of a projection, in groups of this order."""
+    """Round the inputs [..., I] of a projection, grouped in this order."""
     rows = inputs[0].flatten(0, -2)
     scales, values = round_rows(rows if order is None else rows[:, order])
     rounded = (scales[:, :, None] * values).flatten(1)[:, : rows.shape[1]]

@@ -1,7 +1,7 @@
-"""Parts of a library's model that hold what files have quantised, without loss and without a dense copy.
+"""Parts of a library's model that keep quantised weights of files, without loss and without a dense copy.
 
-These are projections, embeddings and experts whose tensors in the files are those of one module. Everything
-else that is quantised is dequantised when the library places it; see `file_tensors`.
+These are projections, embeddings and experts whose tensors in the files are those of one module. Other
+quantised tensors are dequantised when the library places them; see `file_tensors`.
 
 Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
 token.
@@ -33,7 +33,7 @@ from workers.models.shard import Slice
 
 _WEIGHT, _STACKED = ".weight", (".gate_up_proj", ".down_proj")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-# By the class of the library's module.
+# Activations by the class of the library's module.
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -46,8 +46,8 @@ class QuantisedParts:
     """The quantised parts of one model.
 
     Attributes:
-        targets: What is filled with a tensor, by its name; empty before the model is built.
-        nbytes: Their memory.
+        targets: The target of each tensor, by its name. Empty before the model is built.
+        nbytes: Their memory in bytes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class QuantisedParts:
         *,
         rounds_rows: bool = True,
     ) -> None:
-        """`dtype`: of the rows that are multiplied. `device`: "cpu", or "meta": without memory.
+        """`dtype`: the dtype of activations. `device`: "cpu"; or "meta", without memory.
 
         `rounds_rows`: see `workers.models.weights.LoadPlan`.
         """
@@ -73,7 +73,7 @@ class QuantisedParts:
         return sum(target.nbytes for target in self.targets.values())
 
     def in_models_of(self, model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-        """The class, but that a model of it has these parts as soon as it is made, and no dense ones."""
+        """A subclass whose models have these parts instead of dense ones as soon as they are made."""
         if not self._forms:
             return model_class
         parts = self
@@ -82,7 +82,7 @@ class QuantisedParts:
             model_class.__init__(self, *arguments, **settings)
             parts._put_into(self)
 
-        # The library asks for its name and module; and a model may have no other parameters than these parts.
+        # The library reads the class's name and module; and a model may have no parameters but these parts.
         members = {
             "__init__": made,
             "__module__": model_class.__module__,
@@ -92,7 +92,7 @@ class QuantisedParts:
         return type(model_class.__name__, (model_class,), members)
 
     def fill(self, entries: Mapping[str, StoredTensor], done: Callable[[int], None]) -> None:
-        """Read the tensors. `done` is called with the bytes of each part. Raises ModelError."""
+        """Read the tensors. Calls `done` with the bytes of each part. Raises ModelError."""
         for name, target in self.targets.items():
             entry = entries[name]
             for first, part in entry.parts():
@@ -101,7 +101,7 @@ class QuantisedParts:
                 done(part.nbytes)
 
     def pack(self, module: nn.Module) -> None:
-        """Let kernels read filled experts in one call. Mutates the model; `targets` are of no use then."""
+        """Pack filled experts for kernels. Mutates the model. `targets` must not be used afterwards."""
         self.targets = {}
         for part in module.modules():
             if isinstance(part, QuantisedExperts):
@@ -109,7 +109,7 @@ class QuantisedParts:
 
     def _put_into(self, module: Any) -> None:
         self.targets = {}
-        with self._device:  # in place of the one that the library makes its models on
+        with self._device:  # instead of the device on which the library makes its models
             self._put_projections(module)
             self._put_experts(module)
             self._put_stacked_experts(module)
@@ -122,7 +122,7 @@ class QuantisedParts:
             if all(_holds(part, self._shapes[name]) for part in parts):
                 hold(parts, self._matrix([name]))
                 for part in parts:
-                    # Else the library draws weights for it. One that scales rows needs its own buffers.
+                    # Otherwise the library draws weights for it. One that scales rows needs its own buffers.
                     part._is_hf_initialized = type(part) in (PackedLinear, PackedEmbedding)  # noqa: SLF001
                 # Tied modules share the weight already, and have no parameters.
                 module.all_tied_weights_keys = ties = {
@@ -145,7 +145,7 @@ class QuantisedParts:
                 module.set_submodule(place, QuantisedExperts(gate_up, down, activation))
 
     def _put_stacked_experts(self, module: Any) -> None:
-        """Where a tensor has the matrices of all experts."""
+        """Replaces experts for which a tensor has the matrices of all."""
         for name in [name for name in self._forms if name.endswith(_STACKED[0])]:
             place = name.removesuffix(_STACKED[0])
             names = [place + ending for ending in _STACKED]
@@ -164,7 +164,7 @@ class QuantisedParts:
             module.set_submodule(place, QuantisedExperts(gate_up, down, activation))
 
     def _are_experts(self, names: Mapping[tuple[int, str], str], replaced: Any) -> bool:
-        """Whether these matrices are all that a module of the library has."""
+        """Whether these matrices are all matrices of a module of the library."""
         gate_up, down = (getattr(replaced, name, None) for name in ("gate_up_proj", "down_proj"))
         if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
             return False
@@ -174,7 +174,7 @@ class QuantisedParts:
         return both == 2 * inner and {key: self._shapes[name] for key, name in names.items()} == wanted
 
     def _matrix(self, names: Sequence[str]) -> Weight:
-        """The weight that has the rows of some tensors, one after the other."""
+        """A weight with the rows of some tensors, one after the other."""
         forms = [self._forms[name] for name in names]
         rows = [self._shapes[name][0] for name in names]
         inputs = self._shapes[names[0]][1]
@@ -199,7 +199,7 @@ class QuantisedParts:
 
 
 class _Stacked:
-    """The target of a tensor with the matrices of all experts; as `LoadTarget`."""
+    """The target of a tensor with the matrices of all experts, like a `LoadTarget`."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._weights = [each for each in weights if isinstance(each, AnyGroupedWeight)]
@@ -218,7 +218,7 @@ class _Stacked:
 
 
 class QuantisedExperts(nn.Module):
-    """Takes the place of the library's experts of a layer."""
+    """Replaces the library's experts of a layer."""
 
     def __init__(self, gate_up: Sequence[Weight], down: Sequence[Weight], activation: Activation) -> None:
         """Take ownership of E weights [2 * I, C] and E weights [C, I]."""
@@ -233,7 +233,7 @@ class QuantisedExperts(nn.Module):
 
 
 def _part(module: nn.Module, name: str) -> Any:
-    """The module with a tensor of this name; None: there is none."""
+    """The module that has a tensor of this name. None: there is none."""
     try:
         return module.get_submodule(name.removesuffix(_WEIGHT))
     except AttributeError:
@@ -241,7 +241,7 @@ def _part(module: nn.Module, name: str) -> Any:
 
 
 def _holds(part: Any, shape: tuple[int, ...]) -> bool:
-    """Whether it is a projection or an embedding of this shape, which can hold a quantised matrix."""
+    """Whether a module is a projection or embedding of this shape, which can hold a quantised matrix."""
     if type(part) is not nn.Linear and not isinstance(part, nn.Embedding):
         return False
     return isinstance(part._parameters.get("weight"), nn.Parameter) and tuple(part.weight.shape) == shape  # noqa: SLF001

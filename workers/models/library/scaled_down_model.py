@@ -21,8 +21,8 @@ from workers.models.library.library_model import build
 from workers.models.library.settings import LibrarySettings
 
 VOCAB_SIZE = 1000
-# Windows are shorter than the sequences of the self-check, so that one that is ignored changes the logits.
-# And so few tokens are compressed to a key that there are more keys than are chosen.
+# Windows are shorter than the sequences of the self-check, so that an ignored window changes the logits. Few
+# tokens are compressed to a key, so that there are more keys than are chosen.
 _MOST = {
     "vocab_size": VOCAB_SIZE,
     "vocab_size_per_layer_input": VOCAB_SIZE,
@@ -43,7 +43,7 @@ GAIN = 1.5
 def scaled_down_model(settings: LibrarySettings, inner_width: int = INNER_WIDTH) -> PreTrainedModel | None:
     """The model, on the CPU; None if even that would take gigabytes. Raises ModelError.
 
-    `inner_width`: of the MLP, if that of the model is not smaller.
+    `inner_width`: the width of the MLP, unless the model's is smaller.
     """
     config = copy.deepcopy(settings.config)
     with library_errors("build a scaled-down model for the self-check"):
@@ -68,7 +68,7 @@ def _shrink(text: PreTrainedConfig, inner_width: int) -> None:
         elif isinstance(value, dict):
             setattr(text, name, {kind: min(each, most) for kind, each in value.items()})
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        # Some families must have one, and some compute with that of the end.
+        # Some families require these tokens, and some compute with the end token.
         try:
             setattr(text, name, None if name != "eos_token_id" else 0)
         except StrictDataclassFieldValidationError:
@@ -102,7 +102,7 @@ def _drop_layers(text: PreTrainedConfig) -> None:
     if sharing:
         text.num_kv_shared_layers = len(sharing)
     text.num_hidden_layers = len(kept) + len(sharing)
-    if hasattr(text, "num_blocks"):  # xLSTM: the same, in a setting of its own
+    if hasattr(text, "num_blocks"):  # xLSTM's name for the number of layers
         text.num_blocks = text.num_hidden_layers
     for name, value in lists.items():
         setattr(text, name, [value[index] for index in (*kept, *sharing)])
@@ -129,7 +129,7 @@ def _layers_of_each_kind(
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel) -> None:
-    """Give a model weights with which attention is sharp, and norms differ."""
+    """Give a model weights that make attention sharp and norms different."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -72,7 +72,7 @@ class LibrarySettings:
         eos_token_ids: Tokens that end a text.
         bos_token_id: The token that starts a text; None if the model names none.
         digest: The content of config.json, with sorted keys and normalised spacing.
-        is_text_part: The config is that of the text part of a multimodal model, which the directory has.
+        is_text_part: The directory has a multimodal model, and this is the config of its text part.
     """
 
     config: PreTrainedConfig
@@ -112,7 +112,7 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
         for name, value in _drop_oversized(settings, CONFIG_MAPPING[model_type]).items()
         if name != QUANTISATION and not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
-    # Infinities are objects in the library's files.
+    # The library's files store infinities as objects.
     decoded: Any = PreTrainedConfig._decode_special_floats(_with_plain_dtypes(settings))  # noqa: SLF001
     config = CONFIG_MAPPING[model_type].from_dict(decoded)
     text = config.get_text_config(decoder=True)

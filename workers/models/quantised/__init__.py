@@ -1,1 +1,1 @@
-"""Reads matrices that a directory has in quantised tensors, a file for each layout of them."""
+"""Reads matrices that directories store quantised. One module for each layout."""

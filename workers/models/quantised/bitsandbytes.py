@@ -1,7 +1,7 @@
 """bitsandbytes: matrices of 4 bits as one vector of bytes, and of 8 bits as rows.
 
-Of 4 bits: weight uint8 [O * I / 2, 1], the first value of a byte in its upper half; weight.absmax, a float32
-for each block of inputs; weight.quant_map [16], what values stand for beside that; and the shape and the size
+4 bits: weight uint8 [O * I / 2, 1], the first value of a byte in its upper half; weight.absmax, a float32 for
+each block of inputs; weight.quant_map [16], the factors that values stand for; and the shape and the size
 of blocks as JSON in weight.quant_state.bitsandbytes__nf4 or __fp4. With "double quantisation" absmax is
 uint8: weight.nested_quant_map [256] at it, times weight.nested_absmax of its block, plus an offset. Of 8
 bits: weight int8 [O, I] and SCB float32 [O], 127 times the scale of a row.
@@ -35,14 +35,14 @@ _MAX_STATE_BYTES = 4096
 _BLOCKS = tuple(1 << power for power in range(5, 13))
 _MAX_DIMENSION = 1 << 24
 _LEVELS, _NESTED_LEVELS = 16, 256
-# More than a float32 has; longer integers become no float.
+# More than the largest float32. Larger integers could not be converted to a float.
 _MAX_OFFSET = 1e39
 # Versions have computed the table in different ways, all in float32.
 _TABLE_TOLERANCE = 1e-6
 
 
 def bitsandbytes_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) -> dict[str, StoredTensor]:
-    """The tensors of a model by the names that they would have if none was quantised. Raises ModelError."""
+    """The tensors of a model, by the names that they have in unquantised checkpoints. Raises ModelError."""
     scheme = said.rules[0][1]
     matrix, mark, parts = (
         (TableMatrix, _ABSMAX, _PARTS_OF_4)
@@ -77,7 +77,7 @@ class TableMatrix(QuantisedMatrix):
         if 2 * values.nbytes != outputs * inputs:
             stored = f"[{outputs}, {inputs}], which {values.name} does not have"
             raise ModelError(f"{state.file}: tensor {state.name} says {stored}")
-        # Some have its bytes as numbers of another type, for tools that only move such.
+        # Some files store the bytes as another dtype, for tools that only support that.
         self._values = dataclasses.replace(values, dtype="U8", shape=(outputs, inputs // 2))
         count = -(-outputs * inputs // self._said.block)
         is_nested = tensors.entries[_ABSMAX].dtype == "U8"
@@ -141,13 +141,13 @@ class ByteRowsMatrix(QuantisedMatrix):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """What a matrix of 4 bits says of itself.
+    """The description that is stored with a matrix of 4 bits.
 
     Attributes:
         shape: [O, I].
-        block: The inputs with one absmax.
-        nested_block: The absmax with one of `nested_absmax`.
-        offset: Added to absmax that are nested.
+        block: The number of inputs with one absmax.
+        nested_block: The number of absmax with one value of `nested_absmax`.
+        offset: Added to nested absmax.
     """
 
     shape: tuple[int, int]
@@ -185,7 +185,7 @@ def _wrong(file: Path, where: str, must: str, got: object) -> ModelError:
 
 
 def _check_table(entry: TensorEntry, table: int) -> None:
-    """Raises ModelError unless values stand for what they do here."""
+    """Raises ModelError unless a table is the known one of bitsandbytes."""
     numbers = torch.tensor(TABLES[table], dtype=torch.float32)
     off = (read(entry) - numbers / numbers.max()).abs()
     # `TABLES` has them rounded to integers.

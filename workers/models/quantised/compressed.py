@@ -63,7 +63,7 @@ class CompressedMatrix(QuantisedMatrix):
         self._form = PermutedFormat(within) if scheme.has_order else within
 
     def _inputs(self, shape: TensorEntry) -> int:
-        """Those of a packed matrix: its words may have room for more."""
+        """The number of inputs of a packed matrix, whose words may have room for more."""
         outputs, inputs = read(shape).tolist()
         each, words = 32 // self._scheme.bits, self._values.shape[1]
         if outputs != self._values.shape[0] or not (words - 1) * each < inputs <= words * each:
@@ -104,7 +104,7 @@ class CompressedMatrix(QuantisedMatrix):
         return spread(zeros, self.shape[0])
 
     def _check_range(self, values: torch.Tensor, entry: TensorEntry) -> None:
-        """Raises ModelError for bytes that are no values of 4 bits."""
+        """Raises ModelError for bytes that are not valid 4-bit values."""
         if self._scheme.bits == 4 and (int(values.min()) < -8 or int(values.max()) > 7):
             raise ModelError(f"{entry.file}: tensor {entry.name} has values that are not of 4 bits")
 
@@ -114,7 +114,7 @@ def _signed(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _check_spreads(entry: TensorEntry, outputs: int, groups: int) -> None:
-    """Raises ModelError unless a matrix, each of its rows, or each group has one."""
+    """Raises ModelError unless there is one for the matrix, for each row, or for each group."""
     allowed: list[tuple[int, ...]] = [(outputs, groups)]
     if groups == 1:
         allowed += [(outputs,), (1,), (1, 1), ()]

@@ -1,4 +1,4 @@
-"""8-bit floats: weight [O, I], and weight_scale or weight_scale_inv of the matrix, its rows or its blocks.
+"""8-bit floats: weight [O, I], and weight_scale or weight_scale_inv by matrix, by row or by block.
 
 A weight is scale * value. Source: `Fp8Dequantize` of transformers' integrations/finegrained_fp8.py.
 """

@@ -29,10 +29,10 @@ from workers.models.quantised.tensors import (
 )
 
 _WORD = ("I32",)
-# Where a word of AWQ has the value of each of its 8 outputs.
+# The place in a word of AWQ of each of its 8 outputs.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _LOW_WORD = 0xFFFFFFFF
-# The bits of values that begin in one word and end in the next.
+# With this number of bits, values may begin in one word and end in the next.
 _UNEVEN = 3
 
 
@@ -119,7 +119,7 @@ def integer_rows(
     order: torch.Tensor | None,
     scheme: Scheme,
 ) -> IntegerRows:
-    """Rows of unsigned values [n, I], without zero points if these are all in the middle."""
+    """Rows from unsigned values [n, I]. Zero points are dropped if all are in the middle of the range."""
     if scheme.has_zeros:
         return IntegerRows(values, scales, zeros, order)
     signed = (values - (1 << (scheme.bits - 1))).view(torch.int8)
@@ -127,7 +127,7 @@ def integer_rows(
 
 
 def _moved(zeros: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Words of zero points after the offset is added to each: with a carry, as GPTQModel takes it off."""
+    """Words of zero points with the offset added to each, with carries, as GPTQModel subtracts it."""
     offsets = sum(scheme.zero_offset << bit for bit in range(0, 32, scheme.bits))
     moved = (zeros.long() + offsets) & _LOW_WORD
     return torch.where(moved > _LOW_WORD >> 1, moved - _LOW_WORD - 1, moved).int()

@@ -1,4 +1,4 @@
-"""A matrix that several tensors have quantised, and parts of it as the weights in memory take them."""
+"""A matrix that is stored in several quantised tensors, and parts of it in the form of weights in memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from workers.models.parts import Part, QuantisedRows
 
 @dataclass(frozen=True, slots=True)
 class IntegerRows(QuantisedRows):
-    """Rows of a matrix of integers.
+    """Rows of a matrix quantised to integers.
 
     Attributes:
-        values: [n, I] int8, or uint8 with zero points, minima or a table. In the order of the groups.
+        values: [n, I] int8; or uint8 with zero points, minima or a table. In the order of the groups.
         scales: [n, S].
-        zeros: [n, S] uint8 or int8 as the values; None: zero points are 0.
-        order: [I] int64, the input of each column; None: as they are.
-        table: Which of `TABLES` has what values stand for; 0: they are numbers.
-        minima: [n, S], added to what is scaled; None: they are 0.
+        zeros: [n, S] zero points in the dtype of the values; None: they are 0.
+        order: [I] int64, the input of each column; None: the columns are in order.
+        table: The key in `TABLES` of the values' table; 0: values are numbers.
+        minima: [n, S], added after scaling; None: they are 0.
     """
 
     zeros: torch.Tensor | None
@@ -44,7 +44,7 @@ class IntegerRows(QuantisedRows):
         return IntegerRows(self.values[rows], self.scales[rows], zeros, self.order, self.table, minima)
 
     def dense(self, group: int) -> torch.Tensor:
-        """What they stand for, with the inputs as they are in a row: [n, I] float32. `group`: its inputs."""
+        """[n, I] float32, the dequantised rows, with inputs in order. `group`: the inputs of a group."""
         moved = torch.tensor(TABLES[self.table])[self.values.int()] if self.table else self.values
         moved = moved.float()
         if self.zeros is not None:
@@ -86,15 +86,15 @@ class Float8Rows(QuantisedRows):
 
 
 def _spread(of_groups: torch.Tensor, group: int, values: torch.Tensor) -> torch.Tensor:
-    """[n, S] -> [n, I] as the values."""
+    """[n, S] -> [n, I], the shape of the values."""
     return of_groups.repeat_interleave(group, dim=1)[:, : values.shape[1]]
 
 
 class QuantisedMatrix(StoredTensor):
-    """A matrix [O, I] that several tensors have quantised.
+    """A matrix [O, I] that is stored in several quantised tensors.
 
     Attributes:
-        entries: The tensors, in the order of the names of what they are.
+        entries: The tensors, in the order of their roles' names.
     """
 
     _form: WeightFormat
@@ -103,7 +103,7 @@ class QuantisedMatrix(StoredTensor):
         self.name, self.shape, self.entries = name, shape, entries
         first = min(entries, key=lambda entry: (entry.file.name, entry.begin))
         self.file, self.begin = first.file, first.begin
-        # Of the values, as the parts have them.
+        # The size of the values in parts.
         self.nbytes = shape[0] * shape[1]
 
     @property
@@ -133,7 +133,7 @@ class QuantisedMatrix(StoredTensor):
 
 
 def integer_format(scheme: Scheme, name: str, inputs: int, scales: torch.dtype) -> GroupFormat:
-    """How integers are held. Raises UnsupportedError if they cannot be."""
+    """The format in which integers are held in memory. Raises UnsupportedError if there is none."""
     group = 0 if scheme.group >= inputs else scheme.group
     try:
         return integer_groups(scheme.bits, group, scales, zeros=scheme.has_zeros, minima=scheme.has_minima)

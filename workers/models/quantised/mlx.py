@@ -25,7 +25,7 @@ _ALL_EXPERTS, _EXPERT = ".switch_mlp.", ".experts.{}."
 _MAX_EXPERTS = 4096
 # In a model. The description of a matrix takes 1 KB. Kimi K2 has 69,120 of them.
 _MAX_MATRICES = 1 << 18
-# Convolutions have [C, K, 1] in place of [C, 1, K]; and these norms multiply by their weights, not by 1 more.
+# Convolutions are [C, K, 1] instead of [C, 1, K]; and norms multiply by their weights, not by 1 + weight.
 _WITH_CONVOLUTIONS = frozenset(
     {"lfm2", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 )
@@ -35,7 +35,7 @@ _NORMS = tuple(
     for name in (".input_layernorm", ".post_attention_layernorm", "model.norm", ".q_norm", ".k_norm")
 )
 _HAS_PLAIN_NORMS = "lfm2"
-# What products take off values of 8 bits, which they multiply as signed ones.
+# Subtracted from 8-bit values by products, which multiply signed ones.
 _MIDDLE = 128
 
 
@@ -62,7 +62,7 @@ class MlxMatrix(QuantisedMatrix):
     def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows]]:
         scales, minima = read_scales(self._scales), read_scales(self._minima)
         if self._bits == 8:
-            # Exact if both are about as large, as in what mlx writes; else rounded as any float32.
+            # Exact if both are of similar size, as in files of mlx; else rounded to float32.
             scales, minima = scales.float(), minima.float() + _MIDDLE * scales.float()
         for rows in ranges:
             values, part = unpack_columns(read(self._words, rows), self._bits), slice(rows.start, rows.stop)
@@ -81,9 +81,9 @@ def check_experts(entries: Mapping[str, TensorEntry]) -> None:
 
 
 def of_each_expert(tensors: Tensors) -> Iterator[Tensors]:
-    """The tensors of each expert by the names in other checkpoints, or those of a module that is none.
+    """Yields the tensors of each expert, by the names in other checkpoints; or those of another module.
 
-    Raises ModelError unless all are of as many experts.
+    Raises ModelError unless all tensors have the same number of experts.
     """
     if _ALL_EXPERTS not in tensors.module:
         yield tensors
@@ -100,7 +100,7 @@ def of_each_expert(tensors: Tensors) -> Iterator[Tensors]:
 
 
 class _LessOne(StoredTensor):
-    """A vector of weights of a norm, as a checkpoint of the library has it: exact in float32."""
+    """The weights of a norm minus 1, as in the library's checkpoints: exact in float32."""
 
     dtype = "F32"
 
@@ -121,9 +121,9 @@ class _LessOne(StoredTensor):
 
 
 def as_published(tensors: Mapping[str, StoredTensor], model_type: object) -> dict[str, StoredTensor]:
-    """What else mlx-lm has in another form than the library, which it makes of a checkpoint as it reads it.
+    """Reverts the other changes that mlx-lm makes to the tensors of a checkpoint when it reads it.
 
-    Of other types a convolution is refused by its shape.
+    Other model types with a changed convolution are refused by its shape.
 
     Source: `sanitize` of mlx_lm/models/lfm2.py, qwen3_next.py and qwen3_5.py.
     """

@@ -1,7 +1,8 @@
-"""MXFP4 of gpt_oss: NAME_blocks uint8 [E, O, G, 16] and NAME_scales uint8 [E, O, G], of all experts.
+"""MXFP4 of gpt_oss: NAME_blocks uint8 [E, O, G, 16] and NAME_scales uint8 [E, O, G] for all experts.
 
 A group is 32 inputs of an output: 4-bit floats (e2m1), two in a byte, the low half first; and an exponent e,
-which stands for 2^(e - 127). GGUF has the same groups in another order of values, so they become its rows.
+which stands for 2^(e - 127). GGUF has the same groups with another order of values, to which they are
+converted.
 
 Source: `convert_moe_packed_tensors` of transformers' integrations/mxfp4.py.
 
@@ -23,12 +24,12 @@ _FORMAT = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES, _GROUP_BYTES = ("U8",), GROUP_INPUTS // 2
 _BLOCK_DIMENSIONS = 4
-# The next ones are beyond float32 when they multiply 6, or NaN.
+# Larger ones overflow float32 when they multiply 6, or are NaN.
 _MOST_EXPONENT = 252
 
 
 class Mxfp4Matrix(StoredTensor):
-    """The matrix [O, I] of one expert. Its parts are rows of GGUF's blocks."""
+    """The matrix [O, I] of one expert. Its parts are rows in GGUF's format."""
 
     dtype = _FORMAT
 
@@ -78,13 +79,13 @@ class Mxfp4Experts(StoredTensor):
         self.nbytes = self._blocks.nbytes + self._scales.nbytes
 
     def of_expert(self, expert: int) -> Mxfp4Matrix:
-        """The matrix of one of them."""
+        """The matrix of one expert."""
         return Mxfp4Matrix(self.name, *(each.element(expert) for each in (self._blocks, self._scales)))
 
     def parts(
         self, rows: range | None = None, staging: Staging | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Not to be called: no weight takes more than one matrix."""
+        """Must not be called: no weight takes more than one matrix."""
         raise NotImplementedError
 
     def samples(self) -> Iterator[bytes]:
@@ -93,7 +94,7 @@ class Mxfp4Experts(StoredTensor):
 
 
 def mxfp4_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, StoredTensor]:
-    """The tensors of a model, blocks and scales together by the name of the matrices. Raises ModelError."""
+    """The tensors of a model, with blocks and scales merged under the matrices' names. Raises ModelError."""
     found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         if name.endswith(_BLOCKS):

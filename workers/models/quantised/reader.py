@@ -25,7 +25,7 @@ _READERS: Mapping[Layout, Callable[[Tensors, Scheme], QuantisedMatrix]] = {
     Layout.FLOAT8: Float8Matrix,
     Layout.MLX: MlxMatrix,
 }
-# What only quantised matrices have.
+# Names that only quantised matrices have.
 _MARKS = ("qweight", "weight_packed")
 _QUANTISED_DTYPES = ("I8", "U32", *FLOAT8)
 _PARTS = frozenset((
@@ -33,7 +33,7 @@ _PARTS = frozenset((
     "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point",
     "weight_g_idx",
 ))  # fmt: skip
-# Of inputs, results, keys and values, which are rounded here by other rules, or not at all.
+# Scales of activations, keys and values, which are rounded here by other rules, or not at all.
 _UNUSED = frozenset((
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
     "input_scale_ub", "q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale",
@@ -42,14 +42,14 @@ _EMBEDDING, _EMBEDDING_KIND, _KIND = "embed_tokens", "Embedding", "Linear"
 
 
 def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) -> dict[str, StoredTensor]:
-    """The tensors of a model by the names that they would have if none was quantised.
+    """The tensors of a model, by the names that they have in unquantised checkpoints.
 
     Args:
         entries: The tensors of the files, by their names there.
-        said: What the config says.
+        said: The quantisation in the config.
 
     Raises:
-        ModelError: A matrix has not the tensors that the config says, or there are too many experts.
+        ModelError: A matrix does not have the tensors that the config implies, or there are too many experts.
     """
     if said.method == MXFP4:
         return mxfp4_tensors(entries)
@@ -80,7 +80,7 @@ def _is_quantised(parts: Mapping[str, TensorEntry]) -> bool:
 
 
 def _scheme(tensors: Tensors, said: Quantisation) -> Scheme:
-    """How a module's matrix is stored. Raises ModelError."""
+    """The scheme of a module's matrix. Raises ModelError."""
     module = tensors.module
     kind = _EMBEDDING_KIND if module.rpartition(".")[2] == _EMBEDDING else _KIND
     any_entry = next(iter(tensors.entries.values()))

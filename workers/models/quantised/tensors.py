@@ -1,4 +1,4 @@
-"""The tensors that one quantised matrix consists of: their checks before they are read, and their content."""
+"""The tensors of a quantised matrix: checks of their headers, and readers of their contents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workers.models.checkpoint import TensorEntry
 from workers.models.errors import ModelError
 
 # Names in a safetensors header.
-# Words of bits alone are unsigned ones.
+# U32: words of packed bits, for which the sign does not matter.
 INTEGERS = {
     "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "U32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn}
-# A scale as the exponent of a power of two alone.
+# Scales that are only the exponent of a power of two.
 EXPONENTS = {"F8_E8M0": torch.float8_e8m0fnu}
 _DTYPES = INTEGERS | SCALES | FLOAT8 | EXPONENTS
 # The largest number that a scale is multiplied by.
@@ -31,14 +31,14 @@ class Tensors:
 
     Attributes:
         module: Its name in the files.
-        entries: By the last part of their names.
+        entries: The tensors, by the last part of their names.
     """
 
     module: str
     entries: Mapping[str, TensorEntry]
 
     def need(self, name: str, dtypes: Collection[str], shape: tuple[int, ...] | None = None) -> TensorEntry:
-        """A tensor, whose header is checked. Raises ModelError."""
+        """Returns a tensor after checking its header. Raises ModelError."""
         entry = self.entries.get(name)
         if entry is None:
             any_file = next(iter(self.entries.values())).file
@@ -55,7 +55,7 @@ class Tensors:
         return entry
 
     def need_matrix(self, name: str, dtypes: Collection[str]) -> TensorEntry:
-        """A tensor of two dimensions that are not 0. Raises ModelError."""
+        """Returns a tensor of two nonzero dimensions. Raises ModelError."""
         entry = self.need(name, dtypes)
         if len(entry.shape) != 2 or 0 in entry.shape:
             raise ModelError(f"{entry.file}: tensor {entry.name} must be a matrix, got {list(entry.shape)}")
@@ -63,7 +63,7 @@ class Tensors:
 
 
 def read(entry: TensorEntry, rows: range | None = None) -> torch.Tensor:
-    """A tensor, or some of its rows, as a new one. Its header was checked. Raises ModelError."""
+    """Reads a tensor, or some of its rows. Its header must have been checked. Raises ModelError."""
     count = (entry.shape[0] if entry.shape else 1) if rows is None else len(rows)
     row_bytes = entry.nbytes // max(1, entry.shape[0] if entry.shape else 1)
     content = torch.empty(count, row_bytes, dtype=torch.uint8)
@@ -76,7 +76,7 @@ def read(entry: TensorEntry, rows: range | None = None) -> torch.Tensor:
 
 
 def read_scales(entry: TensorEntry) -> torch.Tensor:
-    """Scales, all finite also when they are multiplied by a value. Raises ModelError."""
+    """Reads scales. Raises ModelError unless all their products with values are finite."""
     scales = read(entry)
     if scales.dtype is torch.float8_e8m0fnu:
         scales = scales.float()
@@ -84,31 +84,31 @@ def read_scales(entry: TensorEntry) -> torch.Tensor:
 
 
 def checked_scales(entry: TensorEntry, scales: torch.Tensor) -> torch.Tensor:
-    """What was made of a tensor; see `read_scales`. Raises ModelError."""
+    """Checks scales that were derived from a tensor, as `read_scales`. Raises ModelError."""
     if not (scales.float() * _MOST_VALUE).isfinite().all():
         raise ModelError(f"{entry.file}: tensor {entry.name} is not finite, or too large")
     return scales
 
 
 def spread(scales: torch.Tensor, outputs: int) -> torch.Tensor:
-    """Scales, or zero points, of a matrix or of its rows as [O, S]: [], [1], [O], [O, S] -> [O, S]."""
+    """Expands scales or zero points of a matrix or its rows: [], [1], [O], [O, S] -> [O, S]."""
     if scales.dim() < 2:
         scales = scales.reshape(-1, 1)
     return scales.expand(outputs, scales.shape[1])
 
 
 def unpack_columns(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Values along the rows of words, the lowest bits first: int32 [n, W] -> uint8 [n, W * 32 / bits].
+    """Unpacks values along rows of words, the lowest bits first: int32 [n, W] -> uint8 [n, W * 32 / bits].
 
     A value may begin in one word and end in the next.
     """
-    # Flat, since the words of rows of one may have any stride.
+    # Flattened, since a dimension of size 1 may have any stride.
     numbers = (
         packed.flatten().view(torch.uint8).view(len(packed), 4 * packed.shape[1])
     )  # [n, W * 4]: lowest first
     if bits == 8:
         return numbers
-    # The bytes after which a value begins with a byte again.
+    # The fewest bytes with a whole number of values.
     units = numbers.view(len(numbers), -1, bits // math.gcd(bits, 8))
     values = []
     for place in range(0, 8 * units.shape[2], bits):
@@ -121,15 +121,15 @@ def unpack_columns(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_rows(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Values along the columns of words: int32 [W, n] -> uint8 [n, W * 32 / bits]."""
+    """Unpacks values along columns of words: int32 [W, n] -> uint8 [n, W * 32 / bits]."""
     return unpack_columns(packed.T, bits)
 
 
 def input_order(entry: TensorEntry, inputs: int, group: int) -> torch.Tensor | None:
-    """The order in which inputs are in groups: [I] int64; None: as they are.
+    """The inputs in the order of their groups: [I] int64. None: they are in order.
 
     Args:
-        entry: The group of each input, [I] int32; all -1: it was not set.
+        entry: The group of each input, [I] int32. All -1: it was not set.
         inputs: I.
         group: The inputs of a group.
 
