@@ -82,7 +82,7 @@ def _settings(directory: Path) -> Mapping[str, object]:
 
 
 def _content(file: Path) -> Mapping[str, object]:
-    """That of a JSON file; empty if it cannot be read."""
+    """The content of a JSON file; empty if it cannot be read."""
     try:
         if not file.is_file():
             return {}

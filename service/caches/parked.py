@@ -66,7 +66,7 @@ class ParkedOperations:
                 yield operation
 
     def expired(self) -> list[tuple[Operation, QuireError]]:
-        """Those whose time is up, each with its error. They stay parked."""
+        """The operations whose time is up, each with its error. They stay parked."""
         now_s = self._context.now_s
         overdue = [one for one in self.by_ticket.values() if now_s >= self._park_until_s(one)]
         return [(operation, self._expiry_error(operation)) for operation in overdue]

@@ -117,7 +117,7 @@ class KvPlacement:
         # A cache with a fork that still waits for its turn on another cache is preemptible: that turn may
         # depend on the operation that needs these pages.
         if running is not None and not running.turns_left:
-            # Of operations that wait for pages, an older one may take those of a younger one: no deadlock.
+            # Both wait for pages: the older one may take those of the younger one. So there is no deadlock.
             return running.need is Need.PAGES and running.ticket > wanted_by.ticket
         return now_s - entry.used_s >= _IDLE_S or now_s - entry.placed_s >= _MIN_PLACED_S
 

@@ -61,7 +61,7 @@ class AnswerReader:
     def unread(self, num_characters: int) -> None:
         """Goes back: the last characters are read again next."""
         if num_characters <= self._ahead_from:
-            # They were taken from there.
+            # They are still there.
             self._ahead_from -= num_characters
         else:
             again = "".join(self.consumed[-num_characters:])
@@ -69,7 +69,7 @@ class AnswerReader:
         del self.consumed[len(self.consumed) - num_characters :]
 
     def read_ahead(self, stop: re.Pattern[str]) -> str:
-        """Of what is read again, all characters up to a match of `stop`."""
+        """Takes all characters up to a match of `stop` from those that are read again."""
         found = stop.search(self._ahead, self._ahead_from)
         end = len(self._ahead) if found is None else found.start()
         text, self._ahead_from = self._ahead[self._ahead_from : end], end

@@ -183,7 +183,7 @@ class OutputParser:
     def _thoughts(self) -> _Reading:
         assert self._reasoning is not None
         if not (yield from self._text(frozenset((self._reasoning.end,)))):
-            # They may continue in another answer.
+            # The thoughts may continue in another answer.
             self._say_spaces()
         self._spaces = ""
         self.is_thinking, self._drops_spaces = False, True

@@ -37,13 +37,14 @@ def test_kv_comes_back_after_a_crash_of_the_gateway_and_all_workers(home: Home, 
             answer = second.decode(cache, 7, position=len(text), output=TOP)
             replayed += answer.replayed_tokens
             assert list(answer.output.top.logprobs) == top_logprobs_after([*text, 7])
+        # The rest was read.
+        wait_for_computed(second, replayed + len(TEXTS))
         used = [worker.kv_disk for worker in second.status().workers]
         assert (read_pages(second), sum(one.refused_pages for one in used)) == (11, 1)
         # Of the text with the torn page all that comes after the page before it.
         whole = len(TEXTS[0]) + 1
         among = [(whole - 6 * PAGE) + (whole - before * PAGE) for before in range(6)]
         assert computed_tokens(second) in among
-        assert replayed == computed_tokens(second) - len(TEXTS), "the rest was read"
         assert all(not one.stopped and 0 < one.bytes <= one.max_bytes == 10**8 for one in used)
         for cache in caches:
             second.release(cache)
@@ -109,7 +110,8 @@ def decode_all(
     for text, cache in zip(texts, caches, strict=True):
         before = computed_tokens(gateway)
         answer = gateway.decode(cache, token, position=len(text), output=TOP)
-        assert answer.replayed_tokens == computed_tokens(gateway) - before - 1, "the rest was read"
+        # The rest was read.
+        wait_for_computed(gateway, before + answer.replayed_tokens + 1)
         text.append(token)
         (undisturbed_row,) = undisturbed.outputs(text, [], spec, model=model)
         assert list(answer.output.top.logprobs) == list(undisturbed_row.top_logprobs)
@@ -117,6 +119,11 @@ def decode_all(
 
 def read_pages(gateway: GatewayProcess) -> int:
     return sum(worker.kv_disk.read_pages for worker in gateway.status().workers)
+
+
+def wait_for_computed(gateway: GatewayProcess, tokens: int) -> None:
+    """Until so many tokens were computed: a busy worker tells its counts later."""
+    gateway.wait_until(lambda: computed_tokens(gateway) == tokens)
 
 
 def computed_tokens(gateway: GatewayProcess) -> int:

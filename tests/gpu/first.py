@@ -4,7 +4,8 @@ It needs no make and no installation: the machine's torch, Triton, transformers,
 else is missing is said first. Sections run in order of importance. A failure is a row, never an end, and
 everything is written as it comes: OUT/gpu.json, OUT/gpu.md and OUT/gpu.log, which has all output.
 
-`--rehearse` runs every line small, on a CPU, with kernels in Triton's interpreter.
+`--rehearse` runs every line small, on a CPU, with kernels in Triton's interpreter. `--compare OLD.json`
+prints what is otherwise in OUT/gpu.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from tests.gpu.figures import Device
 from tests.gpu.parts import Log, missing
-from tests.gpu.report import NAME, Report, Row
+from tests.gpu.report import NAME, Report, Row, compare, load
 from tests.gpu.sections import NEEDED, REHEARSAL, Context, Section, Sizes, all_sections
 
 
@@ -67,7 +68,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="directory of the results")
     parser.add_argument("--commit", help="what is tested, if the copy has no history")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, small and interpreted")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="runs nothing")
     arguments = parser.parse_args()
+    if arguments.compare is not None:
+        return _compare(arguments.compare, arguments.out)
     absent = missing(NEEDED)
     if absent:
         print(f"tests.gpu.first needs {' '.join(absent)}", file=sys.stderr)
@@ -93,6 +97,15 @@ def main() -> int:
         )
     print(f"\nWritten to {arguments.out}/{NAME}.json, .md and .log")
     return int(report.has_failures)
+
+
+def _compare(old: Path, out: Path) -> int:
+    try:
+        print(compare(load(old), load(out / f"{NAME}.json")))
+    except ValueError as error:
+        print(f"tests.gpu.first: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

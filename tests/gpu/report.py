@@ -75,6 +75,17 @@ class Report:
         self._table.write_text(markdown(result), encoding="utf-8")
 
 
+def load(path: Path) -> dict[str, Any]:
+    """A result. Raises ValueError for a file that is none."""
+    try:
+        result: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        raise ValueError(f"{path} is no result of tests.gpu.first ({FORMAT})")
+    return result
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The table: first what is missing, then what failed, then all rows by section."""
     about, rows = result["machine"], result["rows"]
@@ -94,6 +105,41 @@ def markdown(result: Mapping[str, Any]) -> str:
             cells = row["section"], row["name"], text.replace("|", "\\|"), f"{row['seconds']:.1f} s"
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What is otherwise in the newer result, as a table; figures where they differ by more than 2%."""
+    before, after = _by_name(old), _by_name(new)
+    lines = [
+        f"{_machine(old)} -> {_machine(new)}",
+        "",
+        "| | | before | after | |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for key in dict.fromkeys((*before, *after)):
+        section, name = key
+        one, two = before.get(key), after.get(key)
+        states = tuple("" if row is None else row["state"] for row in (one, two))
+        if states[0] != states[1]:
+            lines.append(f"| {section} | {name} | {states[0] or '-'} | {states[1] or '-'} | |")
+        if one is None or two is None:
+            continue
+        for figure, was in one["figures"].items():
+            now = two["figures"].get(figure)
+            if now is not None and abs(now - was) > 0.02 * abs(was):
+                change = f"{now / was:.2f}x" if was else ""
+                told = _number(figure, was), _number(figure, now)
+                lines.append(f"| {section} | {name}: {figure} | {told[0]} | {told[1]} | {change} |")
+    return "\n".join(lines) + "\n"
+
+
+def _by_name(result: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["section"], row["name"]): row for row in result["rows"]}
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    about = result["machine"]
+    return f"{about.get('gpu', 'no device')}, {(about.get('commit') or 'no commit')[:12]}"
 
 
 def _line(row: Mapping[str, Any]) -> str:

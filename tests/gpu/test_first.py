@@ -20,7 +20,7 @@ from tests.gpu import sections
 from tests.gpu.figures import Device, Figures
 from tests.gpu.first import run
 from tests.gpu.parts import ROOT, Log, Part, all_parts, run_together
-from tests.gpu.report import Report, Row
+from tests.gpu.report import Report, Row, compare, load
 from tests.gpu.sections import Section, all_sections
 
 FAILS = "import pytest\n\ndef test_right(): pass\n\ndef test_wrong(): assert 1 == 2\n"
@@ -127,14 +127,9 @@ def rehearsal(rehearsed: tuple[str, ...], tmp_path_factory: pytest.TempPathFacto
     return out
 
 
-def result_of(rehearsal: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((rehearsal / "gpu.json").read_text())
-    return result
-
-
 @pytest.mark.timeout(600)
 def test_every_row_has_figures(rehearsal: Path, rehearsed: tuple[str, ...]) -> None:
-    result = result_of(rehearsal)
+    result = load(rehearsal / "gpu.json")
     rows: list[dict[str, Any]] = [row for row in result["rows"] if row["state"] != "missing"]
     assert all(row["state"] == "ok" for row in rows), rows
     sections = [name for name in FIGURES if name in rehearsed]
@@ -150,13 +145,36 @@ def test_every_row_has_figures(rehearsal: Path, rehearsed: tuple[str, ...]) -> N
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_rows_of_the_model_and_its_peer(rehearsal: Path) -> None:
-    rows = result_of(rehearsal)["rows"]
+    rows = load(rehearsal / "gpu.json")["rows"]
     decodes = [row for row in rows if row["name"].startswith("decode, batch 1, ")]
     assert len(decodes) == 4 and all(row["figures"]["of bandwidth"] > 0 for row in decodes)
     (profile,) = [row for row in rows if row["name"].startswith("kernels of a step")]
     assert profile["figures"]["kernels"] > 10 and "gaps us" in profile["figures"]
     table = (rehearsal / "gpu.md").read_text()
     assert "decode, batch 2, launched ahead" in table and "transformers, graph, batch 2" in table
+
+
+def test_two_results_are_compared(rehearsal: Path, tmp_path: Path) -> None:
+    result = load(rehearsal / "gpu.json")
+    assert [line for line in compare(result, result).splitlines() if line.startswith("|")][2:] == []
+    (of_tiles, *_) = [row["name"] for row in result["rows"] if row["section"] == "tiles"]
+    (slower, *_) = [row for row in result["rows"] if row["name"] == "decode, batch 2, device-fed"]
+    slower["figures"]["ms"] *= 2
+    result["rows"] = [row for row in result["rows"] if row["section"] != "tiles"]
+    (tmp_path / "old.json").write_text(json.dumps(result))
+    command = quire_command.module(
+        "tests.gpu.first", "--compare", str(tmp_path / "old.json"), "--out", str(rehearsal)
+    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "decode, batch 2, device-fed: ms" in done.stdout and "0.50x" in done.stdout
+    assert f"| tiles | {of_tiles} | - | ok | |" in done.stdout
+
+
+def test_what_is_no_result_is_not_compared(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"format": "other"}'):
+        (tmp_path / "gpu.json").write_text(text)
+        with pytest.raises(ValueError, match=r"gpu\.json"):
+            load(tmp_path / "gpu.json")
 
 
 def test_rows_for_which_no_time_is_left_are_skipped(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_families_are_told() -> None:
     rows = re.findall(r"^\| native(?:, on CPUs only)? \| (.*?) \|", text, re.MULTILINE)
     told = ", ".join(re.sub(r" \([^)]*\)", "", row) for row in rows[:2]).split(", ")
     assert sorted(told) == sorted(FAMILIES)
-    wrappers = re.search(r"images and sounds cannot be sent\. The types are (.*)\.$", text, re.MULTILINE)
+    wrappers = re.search(r"images and audio cannot be sent\. The types are (.*)\.$", text, re.MULTILINE)
     assert wrappers is not None
     assert wrappers[1].split(", ") == sorted(WRAPPERS)
     widths = re.search(r"native code has kernels for ([\d, ]+) and (\d+);", " ".join(text.split()))

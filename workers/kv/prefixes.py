@@ -63,9 +63,9 @@ class Prefixes:
     def find(
         self, seq: KvSequence | None, salt: bytes, tokens: Sequence[int], limit: int
     ) -> tuple[int, bytes | None]:
-        """How many tokens `KvTable.match_prefix` would find, and the digest of the next page.
+        """How many tokens `KvTable.match_prefix` would find, and the digest of the first page it would not.
 
-        `seq` None: a new sequence with this salt. The digest is None if no further page could be shared.
+        `seq` None: a new sequence with this salt. (0, None): it would find all pages, or none can be shared.
         """
         if seq is not None and not self.may_share_next(seq):
             return 0, None

@@ -196,7 +196,7 @@ def with_projections_apart(
         by_groups: See `_Type`.
 
     Raises:
-        ModelError: A projection exists twice, or the rows of a matrix do not fit the config.
+        ModelError: A projection is there twice, or the rows of a matrix do not fit the config.
     """
     found: dict[str, StoredTensor] = {}
     for name, entry in tensors.items():

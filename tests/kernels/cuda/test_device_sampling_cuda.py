@@ -135,9 +135,9 @@ def test_penalties_count_what_is_before_each_row_of_a_forward(device: str) -> No
     history = [1, 2, 0, 3, 4, 5, 2**32]
     rows = [SamplingRow(spec, history=history, history_len=length, prompt_len=2) for length in range(7)]
     rows += [replace(rows[3], path=path) for path in ([4], [3, 4], [3, 4, 2**33])]
-    rows.append(SamplingRow(spec))
+    rows += [SamplingRow(spec), SamplingRow(spec, history=[1, 2**32])]
     expected = assert_as_on_cpu(torch.ones(len(rows), 6), rows, device)
-    assert expected == [0, 0, 0, 3, 4, 5, 1, 3, 5, 5, 0]
+    assert expected == [0, 0, 0, 3, 4, 5, 1, 3, 5, 5, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

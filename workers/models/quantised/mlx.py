@@ -23,6 +23,8 @@ from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales,
 
 _ALL_EXPERTS, _EXPERT = ".switch_mlp.", ".experts.{}."
 _MAX_EXPERTS = 4096
+# In a model. The description of a matrix takes 1 KB. Kimi K2 has 69,120 of them.
+_MAX_MATRICES = 1 << 18
 # Convolutions are [C, K, 1] instead of [C, 1, K]; and norms multiply by their weights, not by 1 + weight.
 _WITH_CONVOLUTIONS = frozenset(
     {"lfm2", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
@@ -67,6 +69,15 @@ class MlxMatrix(QuantisedMatrix):
             if self._bits == 8:
                 values = (values - _MIDDLE).view(torch.int8)
             yield rows.start, IntegerRows(values, scales[part], None, None, minima=minima[part])
+
+
+def check_experts(entries: Mapping[str, TensorEntry]) -> None:
+    """Raises ModelError for so many experts that the descriptions of their matrices would fill memory."""
+    weights = [entry for name, entry in entries.items() if _ALL_EXPERTS in name and entry.dtype == "U32"]
+    count = sum(entry.shape[0] for entry in weights if entry.shape)
+    if count > _MAX_MATRICES:
+        says = f"there are {count} matrices of experts, and at most {_MAX_MATRICES} are read"
+        raise ModelError(f"{weights[0].file}: {says}")
 
 
 def of_each_expert(tensors: Tensors) -> Iterator[Tensors]:

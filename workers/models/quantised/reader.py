@@ -13,7 +13,7 @@ from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
 from workers.models.quantised.matrix import QuantisedMatrix
-from workers.models.quantised.mlx import MlxMatrix, of_each_expert
+from workers.models.quantised.mlx import MlxMatrix, check_experts, of_each_expert
 from workers.models.quantised.mxfp4 import mxfp4_tensors
 from workers.models.quantised.tensors import FLOAT8, Tensors
 
@@ -49,7 +49,7 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
         said: The quantisation in the config.
 
     Raises:
-        ModelError: A matrix does not have the tensors that the config implies.
+        ModelError: A matrix does not have the tensors that the config implies, or there are too many experts.
     """
     if said.method == MXFP4:
         return mxfp4_tensors(entries)
@@ -59,6 +59,7 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = entry
+    check_experts(entries)
     found: dict[str, StoredTensor] = {}
     for module, parts in modules.items():
         is_quantised = _is_quantised(parts)
