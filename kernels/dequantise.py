@@ -1,4 +1,4 @@
-"""Dequantises: the numbers that the parts of quantised rows stand for, as the formats define it.
+"""The numbers that the parts of quantised rows stand for, as the formats define them.
 
 Dimension letters: n rows; I inputs; G groups; H groups, or half groups where these have scales.
 """

@@ -24,8 +24,7 @@ from kernels.group_formats import CHUNK_GROUPS, GROUP_INPUTS, GroupFormat
 from kernels.group_layout import Parts
 from kernels.grouped_weight import AnyGroupedWeight, repeated
 
-# The size of dequantised rows at a time: small for a GPU's memory, and large enough for products at full
-# speed.
+# The size of dequantised rows at a time: small for a GPU, and large enough for products at full speed.
 SCRATCH_BYTES = 64 << 20
 # Rows that are dequantised at a time are a multiple of those of a product's tile.
 _TILE_OUTPUTS = 128

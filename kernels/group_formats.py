@@ -44,7 +44,7 @@ TABLES = (
 bitsandbytes NF4 times 28,776, and FP4 times 192. Of all factors up to 2^15 that is the one with which NF4's
 numbers are nearest to integers: none is off by more than 3.3e-5 of itself, a 59th of bfloat16's rounding."""
 WIDE_TABLES = range(3, 5)
-"""The formats with 16-bit numbers. A product takes two passes: over the lower and the upper bytes."""
+"""The tables with 16-bit numbers. A product takes two passes: over the lower and the upper bytes."""
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

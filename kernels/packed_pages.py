@@ -15,7 +15,7 @@ from kernels.cpu.dtypes import SUFFIXES
 
 # The tokens whose elements are interleaved, and the elements of a value that are together.
 _PART = 16
-# The scale of a key or value in 8 bits, which follows its codes.
+# The bytes of the scale of a key or value in 8 bits, which follows its codes.
 SCALE_BYTES = 4
 _MAX_WIDTH = 576  # kMaxHeadWidth of kernels/cpu/vectors.h
 

@@ -64,7 +64,7 @@ def past_rows(
 
 
 def rows_before(inputs: torch.Tensor, states: torch.Tensor, at: StateRows) -> torch.Tensor:
-    """[T, C] for each row the input of the token before it; zeros for the first token of a sequence.
+    """[T, C]: for each row the input of the token before it; zeros for the first token of a sequence.
 
     Mutates `states`, [slots, 1, C]: writes the rows that are kept.
     """

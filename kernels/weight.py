@@ -47,7 +47,7 @@ class Weight(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device that has it."""
+        """The device of its memory."""
         return self.data.device
 
     @property

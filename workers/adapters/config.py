@@ -28,8 +28,8 @@ _READ = names(
     target_modules target_parameters exclude_modules layers_to_transform layers_pattern
     """
 )
-# Settings without an effect: the origin of the file, training, and settings of features that are refused
-# otherwise, such as whole modules, by their tensors.
+# Settings without an effect at any value: the origin of the file, training, and settings of what is refused
+# elsewhere. Whole modules, for example, are refused by their tensors.
 _WITHOUT_EFFECT = names(
     """
     auto_mapping base_model_name_or_path revision peft_version inference_mode lora_dropout runtime_config

@@ -131,7 +131,7 @@ class ResidentAdapters(Generic[_Weights]):
     def move(self) -> None:
         """Puts resident adapters into the slots of a model that has replaced another one, if they fit it.
 
-        The others are dropped. No forward uses them, and the next one that does reads them again.
+        The others are dropped: no forward uses them, and the next one that needs one reads it again.
         """
         if self._num_slots is not None:
             num_slots = self._model.make_slots()

@@ -156,7 +156,7 @@ class AdapterTable(Generic[_Weights]):
         return False
 
     def assign_slots(self, decodes: Decodes) -> Mask:
-        """Sets the slots of plain decodes that are scheduled now. Returns which of them can run."""
+        """Sets the slots of plain decodes, valid as long as they are scheduled. Returns which can run now."""
         can_run = np.ones(decodes.size, np.bool_)
         for index in decodes.columns[Column.ADAPTER].nonzero()[0].tolist():
             slot = self._slot_for(decodes.columns[Column.ADAPTER].item(index))
@@ -190,7 +190,7 @@ class AdapterTable(Generic[_Weights]):
     def advance(
         self, in_use: Callable[[], Collection[int]]
     ) -> tuple[list[Forward], list[WorkerEvent | Failed]]:
-        """Places an adapter that was read, if there is room. Returns forwards that can run now, and answers.
+        """Makes room for an adapter that was read. Returns forwards that can run now, and answers.
 
         `in_use`: returns the adapters of scheduled forwards. Called only if needed.
         """
@@ -313,7 +313,7 @@ class AdapterTable(Generic[_Weights]):
         known.commands = []
 
     def _fail(self, known: KnownAdapter[_Weights], why: str) -> None:
-        """Fails all commands and forwards that wait for an adapter. The next forward reads it again."""
+        """Fails all that waits for an adapter. The next forward that needs it reads it again."""
         waiting = self.drop(lambda forward: forward.adapter == known.source.number)
         op_ids = [*known.commands, *(forward.op_id for forward in waiting)]
         self._results += [Failed(op_id, FailureReason.ADAPTER, why) for op_id in op_ids]

@@ -37,7 +37,7 @@ def active_products(
     quantization: str | None = None,
     rounds_rows: bool = True,
 ) -> str:
-    """Describes the kernels that multiply by weights of a dtype, for operators. With `SLOW` if torch is used.
+    """Describes what multiplies by weights of a dtype, for operators. With `SLOW` if torch does it on a CPU.
 
     For example "cpu-avx2 (bfloat16 weights, float32 inputs and sums)".
     """

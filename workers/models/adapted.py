@@ -29,7 +29,7 @@ from workers.models.shard import Shard
 from workers.models.steering import SteeringTable, pack_steering
 
 Layer = tuple[Sublayer, ...]
-"""Attention or the layer in its place, then the MLP or experts; or only one of the two."""
+"""Attention or what is in its place, then the MLP or experts; or only one of the two."""
 
 
 class Adapted:
@@ -89,7 +89,10 @@ class Adapted:
 
     @property
     def _steering_shape(self) -> tuple[int, int] | None:
-        """[layers, hidden width] of steering vectors. None: not supported, as CUDA graphs cannot add them."""
+        """[layers, hidden width] of steering vectors. None: not supported, in a group or on a GPU.
+
+        CUDA graphs cannot add vectors that come and go.
+        """
         if self.device.type != "cpu" or self._shard.group is not None:
             return None
         return len(self.layers), self.config.hidden_size

@@ -40,7 +40,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # A part of this size fits into the CPU's cache. With larger ones a load takes twice as long.
 PART_BYTES = 4 << 20
-# The factor of memory that the values of quantised rows take while they are reordered.
+# How many times as much memory the values of quantised rows take while they are reordered.
 _EXPANSION = 8
 
 # Names in a safetensors header, and the dtypes that weights may have.
@@ -254,7 +254,7 @@ def _own_buffer(nbytes: int) -> torch.Tensor:
 def read_parts(
     entry: TensorEntry, rows: range | None = None, staging: Staging | None = None, multiple: int = 1
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """See `StoredTensor.parts`. `multiple`: each part has a multiple of it rows, if `rows` has."""
+    """See `StoredTensor.parts`. Each part has a multiple of `multiple` rows, if `rows` has."""
     dtype = DTYPES.get(entry.dtype)
     count_all = entry.shape[0] if entry.shape else 1
     row_bytes = entry.nbytes // max(1, count_all)

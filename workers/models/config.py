@@ -87,7 +87,7 @@ class ModelConfig:
         eos_token_ids: Tokens that end a text; empty if the model names none.
         bos_token_id: The token that starts a text; None if the model names none.
         dtype: The dtype that the config names for the weights; None if it names none.
-        wrapper: The model_type of the multimodal model that this is the text part of; None: of none.
+        wrapper: The model_type of the multimodal model that this is the text part of; None: there is none.
         gguf_layout: Whether tensors have the names and row order of GGUF files; see `Family`.
         has_mtp_head: Whether the model drafts with its own MTP head; see `with_mtp_head`.
     """
@@ -198,7 +198,7 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> ModelConfig:
-        """Read the settings of a model: config.json and, if it exists, generation_config.json; or a GGUF's.
+        """Read a model's settings: config.json and, if it exists, generation_config.json; or a GGUF file.
 
         Raises ModelError if a file is missing or not JSON, or a setting is missing, invalid or not supported.
         """

@@ -84,7 +84,7 @@ def _integers_or_floats(
         scales *= 2 / max(TABLES[within.table])
         places = torch.randint(0, levels, (outputs, inputs), generator=generator, dtype=torch.uint8)
         return IntegerRows(places, scales, None, order, within.table)
-    # By the standard deviation of equally likely integers.
+    # Divided by the standard deviation of equally likely integers.
     scales = (scales * 12**0.5 / levels).to(within.scale_dtype)
     integers = torch.randint(0, levels, (outputs, inputs), generator=generator)
     if within.zeros:

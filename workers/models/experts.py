@@ -141,7 +141,7 @@ class Experts(Body):
                 yield f"{prefix}{name.format(expert)}{kind}", LoadTarget(into, shape, taken=taken, first=at)
 
     def projections(self) -> Iterator[tuple[str, Projection]]:
-        """See `Body`. Without kernels for their adapters: experts without gates, and any on a GPU."""
+        """See `Body`. There are no kernels for adapters of experts without gates, and none on a GPU."""
         if self.router.weight.device.type == "cpu":
             yield "", self.router
             if self._names.gate:

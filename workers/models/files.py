@@ -165,7 +165,7 @@ def parse_object(
         file: Its file, for messages.
         subject: The part of the file, for messages, with a trailing space; "" for all of it.
         max_values: The most values in the object, nested ones included. A value takes up to 200 bytes.
-        takes_infinity: Python's spelling of infinity is allowed, which is no JSON. The caller checks it.
+        takes_infinity: Python's spelling of infinity is allowed, which is not JSON. The caller checks it.
 
     Raises:
         ModelError: The text is anything else.

@@ -1,7 +1,7 @@
 """Reads generation_config.json: the end tokens, and the sampling settings that a model's makers recommend.
 
 Clients receive the settings; the server does not apply them. A setting outside the range of requests is left
-out with a warning in the log.
+out with a warning in the log, and never refuses the model.
 """
 
 from __future__ import annotations

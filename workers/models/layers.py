@@ -142,7 +142,7 @@ class Projected(Body):
 
     @abstractmethod
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """The input of `output`, from the outputs of `into`. No rows if `is_last` and none is wanted."""
+        """The input of `output`, from the outputs of `into`. May be empty if `is_last` and none is wanted."""
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         for projection in self._every:

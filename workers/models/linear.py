@@ -46,7 +46,7 @@ class LoadTarget:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `tensor` is available: the parameter is not quantised."""
+        """Whether `tensor` is available: the parameter is a plain matrix or vector."""
         return isinstance(self.into, DenseWeight)
 
     @property
@@ -94,7 +94,7 @@ class LoadTarget:
             yield self.into.write(into, source)
 
     def _rows(self, first: int, count: int) -> Iterator[tuple[int, range]]:
-        """The taken ones of `count` rows of a tensor from `first` on: (first row here, range of these)."""
+        """The taken ones of `count` rows from `first` on: (first row in `into`, range within the `count`)."""
         assert self.taken is not None
         into = self.first  # of the next range
         for rows in self.taken.rows:
@@ -112,8 +112,8 @@ class Linear:
         parts: The number of outputs of each projection, by the same name.
         weight: [O, I].
         bias: [O], or None.
-        inputs: The order in which the weight has the inputs of the model's own checkpoint, which adapters are
-            for. Empty: the same order.
+        inputs: The inputs in the model's own checkpoint that the weight has, in the weight's order. Adapters
+            are for that checkpoint. Empty: the same inputs.
         parameter: The library's parameter that PEFT adapts instead of the module; None: it adapts the module.
         lora: The slots of adapters; None: it takes none.
         factors: Consecutive (number of outputs, factor), applied after adapters; empty: none.

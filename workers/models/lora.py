@@ -229,7 +229,7 @@ def _part_of(pair: LoraPair, taken: Slice, inputs: Sequence[range] = ()) -> tupl
         )
     b = torch.cat([pair.b[own.start : own.stop] for own in taken.rows])
     columns = inputs or (taken.columns,)
-    # Without a split of the inputs, A is used without a copy.
+    # Not a copy: kernels recognise an A that several parts share.
     if [*columns] == [range(all_inputs)]:
         return pair.a, b
     return torch.cat([pair.a[:, own.start : own.stop] for own in columns], dim=1), b

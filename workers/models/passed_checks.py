@@ -66,7 +66,7 @@ def has_passed(key: str) -> bool:
 
 def remember(key: str) -> None:
     """Notes for later starts that a check has passed. Raises OSError."""
-    # With any umask, no other user can add a passed check.
+    # Whatever the umask is, no other user can add a passed check.
     _DIRECTORY.mkdir(mode=0o755, parents=True, exist_ok=True)
     (_DIRECTORY / key).touch()
     for path in sorted(_DIRECTORY.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-_MOST]:

@@ -68,7 +68,7 @@ def _experts_with_before(
 
 
 def state_rows(inputs: ForwardInputs) -> StateRows:
-    """The states that rows of a batch continue and write, on its device. The batch has all tokens."""
+    """The states that rows of a batch, with the tokens to recompute, continue and write. On its device."""
     runs, query_lens = inputs.states, inputs.attention.query_lens
     starts = [*accumulate(query_lens, initial=0)][:-1]
     sources = [run.source.slot for run in runs]

@@ -36,7 +36,7 @@ class Parameter:
 
     Attributes:
         shape: The shape in the checkpoint.
-        rows: The rank's part of the first dimension, as ranges that become adjacent.
+        rows: The rank's part of the first dimension, in ranges that are adjacent in its tensor.
     """
 
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ class ShortConv(RecurrentMixer):
 class Scan(RecurrentMixer):
     """A convolution, and a float32 state for each head."""
 
-    # The prefix of the parameters of decays, and the name of the norm.
+    # The prefixes of the parameters of decays, and of the norm.
     _decays = _norm = ""
     # This rank's part of the loaded decays.
     _own_decays = slice(None)

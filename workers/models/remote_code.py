@@ -25,7 +25,7 @@ _DEFAULTS = {"tie_word_embeddings": True}
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """The differences to a type of the library.
+    """The differences from a type of the library.
 
     Attributes:
         settings: Converts settings to those of the library's type.

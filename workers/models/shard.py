@@ -83,7 +83,7 @@ class Shard:
         kv_heads: The key-value heads.
         kv_copies: The number of ranks that have the same key-value heads.
         vocabulary: The tokens of this rank. The last ranks may have fewer, or none.
-        vocabulary_rows: The number of rows of the matrices by token, which is the same on each rank.
+        vocabulary_rows: The number of rows of embedding and head on each rank, padding included.
     """
 
     group: Group | None

@@ -2,8 +2,7 @@
 
 The other parts are not loaded. Without images or sounds, the multimodal models of `WRAPPERS` are equivalent
 to a text model: the three positions of a token of Qwen-VL (M-RoPE) are equal then, and so are its rotations.
-`.ci/types_page.py` compares each with the library's own model, as does
-`tests/workers/test_text_part.py`.
+`.ci/types_page.py` compares each with the library's own model, as does `tests/workers/test_text_part.py`.
 """
 
 from __future__ import annotations

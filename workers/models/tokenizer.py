@@ -51,8 +51,8 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
     If it is larger than `max_bytes`, it cannot be sent to clients: it is left out, with a warning in the log.
     It may have tokens outside the model's vocabulary, with which requests are refused.
 
-    Raises ModelError if it is not a valid tokenizer: a symbolic link may point to any file of this machine,
-    and the content is sent to clients.
+    Raises ModelError if it is not JSON or not a tokenizer, or has an invalid token id. A symbolic link may
+    point to any file of this machine, and the content is sent to clients.
     """
     file = directory / TOKENIZER_FILE
     if not exists(file):

@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files after every part. In the last call both are equal."""
 
-# The prefix of all tensors but the head's; and their prefixes in checkpoints of a base model, where the
-# family's last norm comes without a prefix, too.
+# The names of all tensors but the head's begin with the first. In checkpoints of a base model they begin with
+# one of the others, or with the name of the family's last norm.
 _PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "embeddings.", "layers.")
 # Some checkpoints have these tensors. They are computed here instead of loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -203,7 +203,7 @@ def plan_load(
     rounds_rows = rounds_rows or not on_cpu
     formats = formats_of(quantization, forms, config, device, rounds_rows=rounds_rows)
     if dtype == AUTO and on_cpu and formats is not None and _are_integers(targets, formats):
-        # It only makes activations larger, and bfloat16 would lose more than 8-bit weights do.
+        # float32 only makes activations larger, and bfloat16 would lose more than 8-bit weights do.
         chosen = torch.float32
     own = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in own.values())
@@ -346,7 +346,7 @@ def _read_bytes(entry: StoredTensor, target: LoadTarget) -> int:
 
 
 def copy_weights(source: Decoder, into: Decoder) -> None:
-    """Replace the weights of a model in its memory.
+    """Replace the weights of a model in place.
 
     Args:
         source: A model of the same config and dtype, not packed.

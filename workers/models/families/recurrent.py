@@ -84,7 +84,7 @@ _BACKBONE = (
     ("model.embeddings.", "model.embed_tokens."),
     ("backbone.", "model."),
 )
-# Their configs name no longest sequence, and they have no positions.
+# Their configs name no maximum length, and they have no positions.
 _MAMBA = Family(
     defaults=defaults(
         *(50280, 768, None, 32, None, 1 << 20, 0, 0),

@@ -179,7 +179,7 @@ def _written(plan: LoadPlan, targets: Mapping[str, LoadTarget]) -> Iterator[_Wri
 
 
 def _interleaved(entry: StoredTensor, head_rows: int) -> Iterator[torch.Tensor]:
-    """Yields parts of whole heads of a tensor, with the rows of rotated pairs interleaved."""
+    """Yields a tensor in parts of whole heads, with rows of rotated pairs interleaved. Raises ModelError."""
     count = entry.shape[0]
     step = max(1, PART_BYTES * count // (entry.nbytes * head_rows)) * head_rows
     for first in range(0, count, step):

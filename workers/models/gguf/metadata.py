@@ -136,7 +136,7 @@ def _rotation(config: ModelConfig, architecture: str) -> dict[str, Value]:
             raise UnsupportedError("no_rope_layers: models without a rotation cannot be written")
         return found
     if _SECTIONS in ARCHITECTURES[architecture].keys:
-        # All pairs, in three equal sections: for text the three positions are the same.
+        # All pairs, in three nearly equal sections: for text the three positions are the same.
         found[_SECTIONS] = [(config.rotary_dim // 2 + more) // 3 for more in (2, 1, 0)] + [0]
     return found | {
         "rope.dimension_count": config.rotary_dim,
@@ -162,7 +162,7 @@ def _latent(config: ModelConfig, sizes: LatentConfig) -> dict[str, Value]:
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Value]:
-    """The metadata of experts."""
+    """The metadata of experts. No architecture has all of these keys."""
     return {
         "expert_count": experts.count,
         "expert_used_count": experts.per_token,

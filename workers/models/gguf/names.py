@@ -52,7 +52,7 @@ class Names:
     Attributes:
         outside: Tensors outside of layers.
         modules: In a layer, names without "weight" or "bias".
-        whole: In a layer, names of whole tensors.
+        whole: In a layer, full names of tensors whose endings differ, too.
         experts: In a layer, tensors of all experts, each with the names for one expert, which get equal parts
             of its rows.
     """

@@ -12,7 +12,7 @@ from workers.models.decoder import Decoder
 from workers.models.linear import Linear
 from workers.models.parts import Part
 
-# Tensors of a recurrent layer with an element for each row of a projection, in the order of its rows.
+# Tensors of a recurrent layer with a row for each row of a projection, in the same order.
 _FOLLOWERS = {"in_proj_qkv": ("conv1d.weight",), "in_proj_a": ("dt_bias", "A_log")}
 
 

@@ -37,7 +37,7 @@ class GgufSource:
         return self.settings()["model_type"] in LIBRARY_FAMILIES
 
     def check(self) -> None:
-        """Does nothing: GGUF files are never dangerous to read."""
+        """Does nothing: reading GGUF files runs no code."""
 
     def settings(self) -> dict[str, object]:
         return self._settings(self._headers(TOKEN_ARRAYS))

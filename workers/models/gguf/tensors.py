@@ -138,7 +138,7 @@ def stored_tensors(
 def _changes(
     header: FileHeader, info: TensorInfo, architecture: Architecture, head_rows: int
 ) -> dict[str, Any]:
-    """The fields of `GgufTensor` that describe differences to a checkpoint. Raises ModelError."""
+    """The fields of `GgufTensor` for differences from a checkpoint's tensor. Raises ModelError."""
     part = _module(info.name)
     if head_rows and part in _INTERLEAVED:
         if head_rows < 2 or head_rows % 2 or not info.shape or info.shape[0] % head_rows:

@@ -73,7 +73,7 @@ def text_metadata(
 def _recognised(
     found: Mapping[str, Value], tokenizer: Mapping[str, Any], vocab_size: int, architecture: str
 ) -> dict[str, Value]:
-    """Adds the kind of tokenizer, so that the same tokenizer is read back. Raises GgufError."""
+    """The metadata with the kind of tokenizer, checked to be read back as the same. Raises GgufError."""
     model, wanted = tokenizer["model"], _parts(tokenizer)
     more: dict[str, Value]
     if model.get("byte_fallback"):

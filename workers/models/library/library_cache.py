@@ -32,7 +32,7 @@ _ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
 class Keys:
-    """The keys and values of a sequence behind a cache."""
+    """The keys and values of a sequence, which a cache reads and extends."""
 
     # The number of tokens before the forward.
     length = 0
@@ -81,7 +81,7 @@ class PagedKeys(Keys):
 
 
 class ProbedKeys(Keys):
-    """Keys and values in memory. Records their shapes by layer."""
+    """Keys and values in memory. Records their shapes by place."""
 
     def __init__(self) -> None:
         self.seen: dict[Place, LayerKv] = {}

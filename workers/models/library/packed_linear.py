@@ -87,7 +87,7 @@ def pack_linears(module: nn.Module) -> None:
 def plain_products(module: nn.Module) -> Iterator[None]:
     """Inside the block, packed layers unpack their weight in each call, and use the library's product.
 
-    Not quantised ones, because the library has no product that rounds as theirs.
+    Quantised ones do not, because the library has no product that rounds as theirs do.
     """
     layers = [
         part

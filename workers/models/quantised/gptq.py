@@ -119,7 +119,7 @@ def integer_rows(
     order: torch.Tensor | None,
     scheme: Scheme,
 ) -> IntegerRows:
-    """Rows from unsigned values [n, I]. Zero points are dropped if all are in the middle of the range."""
+    """Rows from unsigned values [n, I]. Without zero points in a symmetric scheme: all are in the middle."""
     if scheme.has_zeros:
         return IntegerRows(values, scales, zeros, order)
     signed = (values - (1 << (scheme.bits - 1))).view(torch.int8)

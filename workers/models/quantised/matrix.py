@@ -30,7 +30,7 @@ class IntegerRows(QuantisedRows):
         scales: [n, S].
         zeros: [n, S] zero points in the dtype of the values; None: they are 0.
         order: [I] int64, the input of each column; None: the columns are in order.
-        table: The key in `TABLES` of the values' table; 0: values are numbers.
+        table: The index in `TABLES` of the values' table; 0: values are numbers.
         minima: [n, S], added after scaling; None: they are 0.
     """
 
@@ -94,7 +94,7 @@ class QuantisedMatrix(StoredTensor):
     """A matrix [O, I] that is stored in several quantised tensors.
 
     Attributes:
-        entries: The tensors, in the order of their roles' names.
+        entries: The tensors that it is stored in.
     """
 
     _form: WeightFormat
