@@ -92,7 +92,7 @@ class AdapterTable(Generic[_Weights]):
     def change(self, op_id: int, command: AdapterCommand) -> None:
         """Adds and removes known adapters. `advance` returns the answer.
 
-        Raises ValueError unless exactly one adapter is to be loaded now.
+        Raises ValueError if the command loads at once, but does not add exactly one adapter.
         """
         added = [AdapterSource(one.adapter, one.directory, one.digest, one.pinned) for one in command.added]
         if command.load and len(added) != 1:

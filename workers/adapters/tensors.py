@@ -220,7 +220,7 @@ def _place(name: str, model: Adaptable, targets: Targets) -> tuple[str, PairEntr
 def _parameter(
     name: str, before: str, after: str, stacks: Mapping[str, ExpertStack], targets: Targets
 ) -> str | None:
-    """The parameter that PEFT adapts under a module's name in the model. None: it is a module.
+    """The parameter that PEFT adapts under a module's name in the model. None: the module has none.
 
     PEFT wraps several parameters of a module one after the other: the last one is outermost. Names begin with
     `before` in the file, and with `after` in the model. Raises AdapterError.

@@ -30,8 +30,8 @@ class _Type:
     Attributes:
         settings: Converts settings to those of the library's type.
         renamed: Replacements in names of tensors. All that match apply, in order.
-        by_groups: Fused matrices have, for each key-value head, its queries, keys and values. Otherwise
-            all queries come first, then all keys and all values.
+        by_groups: Fused matrices have, for each key-value head, its queries, keys and values. Otherwise all
+            queries come first, then all keys and all values.
     """
 
     settings: Callable[[Mapping[str, object]], dict[str, object]]

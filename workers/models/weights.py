@@ -363,7 +363,7 @@ def copy_weights(source: Decoder, into: Decoder) -> None:
 def _tensors_of(source: ModelSource, config: ModelConfig) -> tuple[ModelConfig, dict[str, StoredTensor]]:
     """The tensors of the text part, by their names in a text model; and the config that fits them.
 
-    An embedding model may have no head, as base models. Then its embedding is used as the head, which does
+    An embedding model may have no head, like base models. Then its embedding is used as the head, which does
     not affect vectors.
     """
     entries = _of_text(source.tensors(), config)

@@ -203,7 +203,7 @@ class LibraryCache:
             setattr(part, name, None)
 
     def go_on(self, keys: Keys, state: Sequence[torch.Tensor]) -> None:
-        """The next forward continues from a copy of `state`, with the keys and values in `keys`."""
+        """The next forward continues from `state`, which it may change, with keys and values in `keys`."""
         self._cache = self._filled
         self._set_keys(keys)
         within = self._tensors_of_cache()
