@@ -132,7 +132,7 @@ class _Parts:
         return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)
 
     def _matrices(self, named: Sequence[Mapping[str, int]], inputs: int, taken: range) -> ExpertWeights:
-        """The matrices of all experts, as `matrix`: one tensor on a GPU, else a list, packed one by one."""
+        """The matrices of all experts, as `matrix`: together on a GPU, else a list, packed one by one."""
         forms = [[None if self._formats is None else self._formats(name) for name in rows] for rows in named]
         if any(isinstance(form, OnGpu) for form in itertools.chain(*forms)):
             rows = {name: size * len(named) for name, size in named[0].items()}

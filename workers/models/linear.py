@@ -154,7 +154,7 @@ class Linear:
             first += taken.num_rows
 
     def origins(self) -> Iterator[tuple[str, str, list[int]]]:
-        """For projections with other names in the files: the name there, its own name, and its rows."""
+        """If files have other projections, for each: its name, the one that it is from, and which rows."""
         if self._stored is self.taken:
             return
         own = [(name, row) for name, part in self.taken.items() for rows in part.rows for row in rows]

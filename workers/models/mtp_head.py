@@ -1,4 +1,4 @@
-"""A model's own head for multi-token prediction (MTP), which drafts: one decoder layer after the last one.
+"""A model's own head for multi-token prediction (MTP), with which it drafts: one more decoder layer.
 
 From the model's last hidden state h[i - 1] and the next token t[i] the layer computes a state from which the
 model's output head computes the logits of t[i + 1]:

@@ -68,7 +68,10 @@ def _experts_with_before(
 
 
 def state_rows(inputs: ForwardInputs) -> StateRows:
-    """The states that rows of a batch, with the tokens to recompute, continue and write. On its device."""
+    """The states that the rows of a batch continue and write, on its device.
+
+    `inputs`: the batch including the tokens to recompute.
+    """
     runs, query_lens = inputs.states, inputs.attention.query_lens
     starts = [*accumulate(query_lens, initial=0)][:-1]
     sources = [run.source.slot for run in runs]

@@ -232,7 +232,7 @@ def _merges(
 def _around(
     metadata: Mapping[str, Value], tokens: list[str], *, adds_bos: bool, byte_level: bool
 ) -> dict[str, Any] | None:
-    """The post-processor, which adds BOS and EOS tokens. None: none are added."""
+    """The post-processor, which adds BOS and EOS tokens if the file says so. None: there is none."""
     before, after = (
         _token_id(metadata, f"{name}_token_id", len(tokens))
         if metadata.get(f"{PREFIX}add_{name}_token", default) is True

@@ -36,7 +36,7 @@ _ELEMENTS_PER_THREAD = 32768
 
 
 def fix_activations(module: nn.Module) -> None:
-    """Replace the activations of a model on the CPU. Mutates `module`."""
+    """Let the activations of a model on the CPU compute whole steps. Mutates `module`."""
     for part in module.modules():
         if type(part) in _KINDS:
             part.forward = functools.partial(_in_whole_steps, part.forward)

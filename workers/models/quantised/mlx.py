@@ -23,7 +23,7 @@ from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales,
 
 _ALL_EXPERTS, _EXPERT = ".switch_mlp.", ".experts.{}."
 _MAX_EXPERTS = 4096
-# In a model. The description of a matrix takes 1 KB. Kimi K2 has 69,120 of them.
+# The most matrices of experts in a model. The description of one takes 1 KB. Kimi K2 has 69,120 of them.
 _MAX_MATRICES = 1 << 18
 # Convolutions are [C, K, 1] instead of [C, 1, K]; and norms multiply by their weights, not by 1 + weight.
 _WITH_CONVOLUTIONS = frozenset(
