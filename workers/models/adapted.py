@@ -104,7 +104,8 @@ class Adapted:
     def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Allocate empty slots for adapters up to rank `max_rank`, between two forwards and on their thread.
 
-        Call once, after the parameters are packed. Raises torch.OutOfMemoryError, without an effect.
+        Call once, after the parameters are packed. Raises torch.OutOfMemoryError if memory runs out, without
+        an effect then.
         """
         try:
             for _, projection in self.projections():

@@ -69,7 +69,7 @@ def weights_digest(directory: Path) -> bytes:
     """A digest of all bytes of a model's weights.
 
     The `fingerprint` of a model is only of samples, and finetuned weights may differ elsewhere. This reads
-    all files again, from the page cache: a few gigabytes per second.
+    all files, which were just read: a few gigabytes per second.
 
     Raises OSError or ModelError.
     """

@@ -20,7 +20,7 @@ from workers.common.code import worker_code
 from workers.models.config import ModelConfig
 from workers.models.source import source_of
 
-# Beside the compiled kernels: removed with the installation, and whoever can write there can change the code.
+# Beside the compiled kernels: removed with the installation, and who can write there can change those, too.
 _DIRECTORY = library.BUILD_DIR / "checks"
 # The most checks that are remembered. Older ones are removed.
 _MOST = 256
@@ -41,7 +41,7 @@ def key_of(
 ) -> str:
     """A digest of everything that a check depends on. Arguments as for `check_native`. Raises ModelError.
 
-    It includes the versions of libraries.
+    Libraries are identified by their versions.
     """
     gpu = (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
     machine = library.build_name(), sorted(library.cpu_flags()), torch.get_num_threads(), gpu

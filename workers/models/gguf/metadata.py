@@ -162,7 +162,7 @@ def _latent(config: ModelConfig, sizes: LatentConfig) -> dict[str, Value]:
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Value]:
-    """The metadata of experts. No architecture has all of these keys."""
+    """The metadata of experts, with the keys of all architectures."""
     return {
         "expert_count": experts.count,
         "expert_used_count": experts.per_token,
