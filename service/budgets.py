@@ -54,7 +54,7 @@ class Budget:
     def __init__(
         self, most: int, error: type[BudgetFull], *, small: int = 0, leaves_half: bool = False
     ) -> None:
-        """`error`: raised if there is no room. `small`: larger amounts leave room for amounts up to this.
+        """`error`: raised if there is no room. `small`: amounts up to this do not wait for larger ones.
 
         leaves_half: a tenant gets at most half of what others leave, so that two tenants cannot take all.
         Otherwise it gets at most half of all.

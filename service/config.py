@@ -439,7 +439,7 @@ class Config:
 
     @property
     def max_caches(self) -> int:
-        """One takes 2.4 kB of memory beside its tokens, of which the journal counts 664 bytes."""
+        """In total. One takes 2.4 kB of memory beside its tokens, of which the journal counts 664 bytes."""
         return min(max(1, self.max_journal_bytes // (4 << 10)), _MOST_CACHES)
 
     @property

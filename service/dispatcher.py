@@ -174,7 +174,7 @@ class Dispatcher:
         self._answer(self.caches.take_effects().replies)
 
     def expire(self, entries: Iterable[CacheEntry]) -> int:
-        """Releases the caches whose lease has expired. Returns how many."""
+        """Releases those of `entries` whose lease has expired. Returns how many."""
         expired = self.caches.expire(self._clock_s(), entries)
         self._carry_out()
         return expired

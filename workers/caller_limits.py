@@ -8,7 +8,7 @@ prompt delays those that decode. There are two limits. Neither applies to a call
   that wants up to a quarter more than its share gets all that it wants.
 - In steps with decodes of other callers, and shortly after, prompts get about as much time as the decodes.
 
-If reading the weights takes longer than computing, hundreds of decodes delay the others by nothing, and no
+If reading the weights takes longer than computing, even hundreds of decodes do not delay the others, and no
 caller is limited. There is no clock here: times are arguments. Costs are those of `forward_queues.cost_of`.
 """
 
@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
-# A caller counts as present for so many steps after its last forward.
+# A caller counts as present for this many steps after its last forward.
 _REMEMBERED_STEPS = 8
 # Bounds of the free cost, whatever the measured times say. The lower one is sixteen decodes.
 MIN_FREE_COST = 32
 _MAX_FREE_COST = 1 << 20
-# Every so many steps the shares are halved. If all steps cost the same, the time of a unit cannot be
-# measured.
+# The shares are halved in one of this many steps: if all steps cost the same, the time of a unit of cost
+# cannot be measured.
 _PROBE_INTERVAL = 8
 # A caller that wants at most 1 / _TOLERANCE more than its share gets all of it in one step.
 _TOLERANCE = 4

@@ -27,7 +27,11 @@ Mask = NDArray[np.bool_]
 
 
 class Column:
-    """Indexes of the columns of `Decodes`: the arguments of a `Forward`, and the results from CHOSEN on."""
+    """Indexes of the columns of `Decodes`.
+
+    Up to PRIORITY: the arguments of a `Forward`, and its number in order of arrival (ARRIVAL). From CHOSEN
+    on: the results, which are the chosen token, and times and items as in `Forward`.
+    """
 
     (
         OP_ID, SEQUENCE, CALLER, POSITION, TOKEN, PROMPT_LEN, PRELAUNCH, DEADLINE, ARRIVED_NS, ARRIVAL,

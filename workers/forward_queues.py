@@ -39,7 +39,7 @@ Begin = Callable[[Forward], bool]
 SHORT_TOKENS = 16
 # The fraction 1 / LONG_SHARE of a step is reserved for the first long forward.
 LONG_SHARE = 4
-# A step stops looking for forwards of a class after so many were found to wait for others. Each such check
+# A step stops looking for forwards of a class after this many were found to wait for others. Each such check
 # takes time proportional to the prompt's length, and delays the step.
 _MAX_WAITING_FOUND = 16
 # The head start of a priority, in full steps of work.

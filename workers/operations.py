@@ -92,7 +92,7 @@ class Forward:
     # It expires if it has not begun by this time.monotonic_ns(). None: never.
     deadline_ns: int | None = None
     arrived_ns: int = 0
-    # The caller will probably append the chosen token this often in a row, with the same output: see
+    # The caller will probably append the chosen token this many times in a row, with the same output: see
     # `prelaunch`.
     prelaunch: int = 0
     scored: int = 0
@@ -110,7 +110,7 @@ class Forward:
     # How many tokens to draft after the chosen one: see `drafting`.
     draft_tokens: int = 0
 
-    # Logits are computed for so many of its last tokens: those with an output, and those that score the next.
+    # How many of its last tokens have a row of logits: those with an output, and those that score the next.
     wanted_rows: int = field(init=False)
     # The cost of each of its rows, in plain rows. Extra samples cost a fraction of a row each. They are drawn
     # from the last row, but their cost is spread over all rows.
@@ -225,9 +225,9 @@ class Chunk:
         is_last: Whether the forward ends with it.
         has_many: Whether it has more than one token. A GPU has a separate kernel for single tokens.
         token_ids: The tokens that this step appends.
-        rows: Logits are computed for so many of its last tokens.
+        rows: How many of its last tokens have a row of logits.
         wanted: The indexes of these in `token_ids`.
-        output_rows: So many of its last rows have an output. The rows before only score the next token.
+        output_rows: How many of the last rows have an output. The rows before only score the next token.
         cost: Its tokens, and its rows by their weight.
     """
 

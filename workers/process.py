@@ -119,7 +119,7 @@ def triton_problem() -> str:
 
 
 def _without_gpu_kernels(config: WorkerConfig) -> str:
-    """The setting for which there are no GPU kernels. Empty: there is none."""
+    """The part or setting of the model for which there are no GPU kernels. Empty: there is none."""
     from workers.executors.loading import lacks_on_gpu
 
     if _kv_dtype(config) != "auto":

@@ -154,7 +154,7 @@ def add_means(forward: Forward, outputs: Sequence[RowOutput], count: int) -> Non
     Args:
         forward: A forward that requests means. Its sums are mutated.
         outputs: Of all tokens of its next chunk, which is not appended yet, with their `states`. Mutated.
-        count: The means of so many last ones are set.
+        count: How many of them, the last ones, get their means.
     """
     spec = forward.output.hidden
     assert spec is not None

@@ -85,7 +85,7 @@ class SamplingRow:
         history_len: How many tokens of `history` are before it. None: all.
         draft: The drafts for this position. Then `distribution` chooses.
         path: In a token tree, the tokens between `history` and this one.
-        prompt_len: Frequency and presence penalties do not count so many first tokens of `history`.
+        prompt_len: How many first tokens of `history` frequency and presence penalties do not count.
     """
 
     spec: Sampling | None = None

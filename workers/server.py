@@ -44,7 +44,7 @@ _log = get_logger(__name__)
 _PROGRESS_INTERVAL_S = 0.2
 # A gateway that stops ends its workers within this time, so a missing gateway is only logged after it.
 _ORPHAN_LOG_S = 1.0
-# The timeout for silence is checked in so many intervals.
+# The timeout for silence is divided into this many intervals.
 _SILENT_INTERVALS = 10
 # The time that a worker which cannot serve has for sending the reason.
 _SEND_FAILURE_S = 1.0

@@ -132,7 +132,7 @@ class ServiceClass:
         self._sweep()
 
     def _dispatch(self, virtual_time: int, cost: int) -> None:
-        """Note that forwards of this total cost were dispatched, the last one starting at `virtual_time`."""
+        """Note that forwards of this total cost were dispatched, which all start by `virtual_time`."""
         self._dispatched += cost
         self._total += cost
         if self._low_priority:

@@ -290,7 +290,7 @@ class StepLoop:
     def step(self) -> None:
         """Runs one step over the chunks that the scheduler picks, and a slice of an integrity check.
 
-        If a step is in flight, continues with that instead.
+        If a step is in flight, continues with that instead. In both cases, queued forwards may expire first.
         """
         for forward in self._scheduler.expire(time.monotonic_ns()):
             self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))

@@ -92,7 +92,7 @@ class StepsInFlight:
     def consume(self, requests: Decodes) -> Decodes:
         """Answer requests with the step in flight. Returns the others.
 
-        If one is for a sequence in that step but not as expected, the step is finished first.
+        If one is for a sequence in that step but not as expected, finishes the step and returns all.
         """
         if self.step is None:
             return requests

@@ -1,4 +1,4 @@
-"""Logs calls that failed or were cancelled, at level debug all others; and counts refusals.
+"""Logs calls that failed or were cancelled, and at level debug all others. Counts refusals.
 
 Log lines of failures have a rate limit, so that a flood does not fill the log.
 """

@@ -2,8 +2,8 @@
 
 protobuf parses a message in one call that holds the GIL: 16 MB of empty items take over a second, 16 MB of
 tokens 0.1 s. So a large message is cut at field boundaries and merged piece by piece, which has the same
-result in the wire format. Other tasks run between the pieces. Requests over a limit are refused
-before they are parsed.
+result in the wire format. Other tasks run between the pieces. Requests over a limit are refused before they
+are parsed.
 
 This module uses the wire format and the names of the limited fields: calls, items, tokens, ids.
 """

@@ -9,7 +9,8 @@ from collections.abc import Callable
 # The longest time that work blocks the event loop. Far below the promised 20 ms, because a unit of work may
 # start just before the slice ends, and another call needs several turns of the loop.
 SLICE_S = 0.002
-# The interval of the timer: a blocking is measured too short by up to this much. It costs 0.1% of a core.
+# The interval of the timer. A blocked stretch is measured as too short by up to this much. The timer costs
+# 0.1% of a core.
 _INTERVAL_S = 0.01
 
 

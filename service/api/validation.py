@@ -1,6 +1,7 @@
 """Checks requests against the limits of the model and the server. Failures have a field and a stable reason.
 
-`caches/append.py` checks against a cache's state (existence, position, length) when an operation starts.
+What depends on a cache's state (existence, position, length) is checked by `caches/append.py` when an
+operation starts.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from service.caches.requests import Fork, Handles, Release, Released, Renew, Res
 from service.caches.tenants import Tenant
 from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd, WeightsChanged
 
-# A fork needs one byte for so many tokens of its parent, for pointers to the shared segments.
+# A fork needs one byte for this many tokens of its parent, for pointers to the shared segments.
 _TOKENS_PER_SHARED_BYTE = 32
 
 

@@ -35,7 +35,8 @@ class Need(enum.Enum):
     WORKER = enum.auto()
     # Free pages on the worker of its cache.
     PAGES = enum.auto()
-    # Its turn as a suspect: a cache during whose computation workers died. A worker computes one at a time.
+    # Its turn as a suspect: workers died while they computed its cache. To find the cause, a worker computes
+    # one suspect at a time.
     EXCLUSIVE_WORKER = enum.auto()
     # The end of the replay of a cache with a common prefix, whose pages it can share then.
     SHARED_PREFIX = enum.auto()

@@ -33,7 +33,7 @@ from service.caches.segments import NEW_SEGMENT_BYTES, SEGMENT_TOKENS, Segmented
 # The approximate size of a cache without its tokens; and with the first segment of them.
 _CACHE_BYTES = 512
 NEW_CACHE_BYTES = _CACHE_BYTES + NEW_SEGMENT_BYTES
-# The fingerprint of up to so many tokens is the tokens themselves. More are hashed.
+# The fingerprint of up to this many tokens is the tokens themselves. More are hashed.
 _SHORT_TOKENS = 32
 _DIGEST_BYTES = 16
 

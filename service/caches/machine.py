@@ -115,9 +115,9 @@ class CacheMachine(OperationQueues):
         self._parked.changed = True
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
-        """A worker is silent (suspect), or answers again. A suspect keeps its caches, but gets no new ones.
+        """A worker is silent (a suspect), or answers again.
 
-        Unless all workers are suspects.
+        A suspect keeps its caches. It gets no new ones, unless all workers are suspects.
         """
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
@@ -259,7 +259,7 @@ class CacheMachine(OperationQueues):
     # Time.
 
     def expire(self, now_s: float, entries: Iterable[CacheEntry]) -> int:
-        """Releases unused caches whose lease has expired. Returns how many.
+        """Releases those of `entries` that are not in use and whose lease has expired. Returns how many.
 
         Releases none while the journal cannot be written.
         """
@@ -288,8 +288,8 @@ class CacheMachine(OperationQueues):
     def close(self, refusal: type[QuireError]) -> None:
         """Takes the caches out of all counts, and fails all operations: the gateway ends, or lost them.
 
-        Operations that were not applied fail with `refusal`. Only the next gateway knows whether records that
-        are with the journal were applied.
+        Operations without records in the journal fail with `refusal`. Only the next gateway knows whether the
+        records of the others were applied: these fail with GatewayUnavailable.
         """
         operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))

@@ -20,8 +20,8 @@ from service.caches.states import PARKED, REPLAYING
 from service.caches.worker_load import retry_after_s
 from service.errors import DeadlinePassed, KvExhausted, NoWorker, Overloaded, QuireError
 
-# At most so many tokens to replay are sent in each interval, or one longer cache. Copying and encoding them
-# takes some milliseconds.
+# At most this many tokens to replay are sent in each interval; a single longer cache may exceed it. Copying
+# and encoding as many takes some milliseconds.
 _MAX_REPLAYED_TOKENS = 1 << 15
 _REPLAY_INTERVAL_S = 0.02
 # A parked operation fails this long (at most a tenth of its time) before its deadline, so that the caller

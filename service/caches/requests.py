@@ -73,13 +73,13 @@ class Append:
     cache_salt: str = ""
     # Memory that it takes in the worker beside the request: masks, and the row that samples are drawn from.
     worker_bytes: int = 0
-    # Whether the answer is kept for a repetition. Large answers, with rows of logits or hidden states, are
-    # computed again.
+    # Whether the answer is kept for a repetition. If it is large, or has rows of logits or hidden states, it
+    # is computed again.
     is_kept: bool = True
     # The adapter of a new cache. 0: none.
     adapter: int = 0
-    # The caller will probably append the chosen token this often in a row, with the same output. A decode may
-    # append all but the last of these tokens itself: see `ForwardDone`. Less than 256.
+    # The caller will probably append the chosen token this many times in a row, with the same output. A
+    # decode may append all but the last of these tokens itself: see `ForwardDone`. Less than 256.
     prelaunch: int = 0
 
     @property

@@ -46,7 +46,7 @@ NEXT: Final[Mapping[State, frozenset[State]]] = {
     PARKED: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),
     # The replay is done, or the worker has failed and another one starts from the beginning.
     REPLAYING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),
-    # It is done and its records are written. Scorings and repetitions have no records: they end.
+    # As above; or it is done, and its records are written. Scorings and repetitions have none: they end.
     COMPUTING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, COMMITTING, ENDED}),
     # The records are durable, or could not be written.
     COMMITTING: frozenset({ENDED}),

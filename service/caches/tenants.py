@@ -1,8 +1,7 @@
 """Tenants and their quotas. Pure: no clock, no I/O.
 
-The state machine counts what a tenant holds and enforces its quota. Work outside it, which is calls to
-providers and the preparation of requests, is counted by `ExternalWork`. The authenticator finds the tenant
-of a call.
+The state machine counts what a tenant holds and enforces its quota. `ExternalWork` counts the work outside
+it: calls to providers, and the preparation of requests. The authenticator finds the tenant of a call.
 
 Not here: the limits of the server, of which a tenant has a share (`budgets.py`).
 """
@@ -110,7 +109,7 @@ class Tenant:
         return ExternalWork(self, requests)
 
     def require_at_once(self, requests: int) -> None:
-        """Raises QuotaExceeded, without a retry delay, for more requests than one second ever allows."""
+        """Raises QuotaExceeded for more than a second's worth. No retry delay: waiting does not help."""
         per_s = self.quota.max_per_s
         if per_s is not None and requests > max(per_s, 1.0):
             raise QuotaExceeded("max_per_s", per_s)

@@ -32,7 +32,7 @@ _MIN_WEIGHT = 4.5
 # An outlier is limited to this multiple of the estimate, plus this time.
 _OUTLIER_FACTOR = 4
 _OUTLIER_S = 0.25
-# With less variance in the work ahead than this, relative to its mean, the slope cannot be computed.
+# With less variance in the work ahead than this, relative to its squared mean, the slope cannot be computed.
 _MIN_SPREAD = 1 / 256
 # The part of the time left that the estimate may take. The rest is a reserve. High priorities have none, so
 # they are refused last.

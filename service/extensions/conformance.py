@@ -40,7 +40,7 @@ from service.journal.values import StoredValues
 
 # The longest time that a journal may take for something that it does by itself.
 PATIENCE_S: Final = 60.0
-# All fields that recovery must restore, but those of the last append, which `CacheState.last` combines.
+# All fields that recovery must restore, except those of the last append: `CacheState.last` combines them.
 _FIELDS: Final = [
     field.name for field in dataclasses.fields(CacheState) if not field.name.startswith("last_")
 ]

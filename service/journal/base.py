@@ -20,7 +20,7 @@ class JournalUnusable(Exception):
 
 
 class OwnershipLost(Exception):
-    """The journal belongs to another gateway now, or was changed by another program.
+    """The journal belongs to another gateway now, or is not as this one has left it.
 
     This gateway can never append to it again: its core has to stop.
     """

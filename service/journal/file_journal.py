@@ -27,7 +27,8 @@ from service.logging import RareWarnings, get_logger
 _log = get_logger(__name__)
 
 _CLOSE_S: Final = 5.0
-# After a write that blocked the event loop for longer, the thread writes for a multiple of its time.
+# After a write that blocked the event loop for longer than `_SLOW_S`, the thread writes for `_PAUSE` times as
+# long.
 _SLOW_S: Final = 0.02
 _PAUSE: Final = 100
 # A thread that waits for the GIL gets it within the switch interval from a thread that computes, but may

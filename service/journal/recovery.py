@@ -1,8 +1,8 @@
 """Applies the frames of a journal in order.
 
-The time of a recovery grows with the number of records, and each decoded token is one. So appends of a token
-are collected from many frames, sorted by cache, and consecutive ones are merged. The last one of a run is
-applied separately, so that its repetition is recognised.
+The time of a recovery grows with the number of records, and each decoded token is one. So appends of one
+token are collected from many frames, sorted by cache, and consecutive ones are merged. The last one of a run
+is applied separately, so that its repetition is recognised.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Recovery:
 
 
 def _merged(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensAppended, float]]:
-    """Merges consecutive decodes of each cache (N in all) to an append of all but the last, and the last one.
+    """Merges consecutive decodes of each cache (N in all) into an append of all but the last, and that one.
 
     Each is yielded with the time at which its run's last decode was written.
     """

@@ -149,8 +149,8 @@ def read_end(directory: Path) -> End:
 def replay(directory: Path, end: End, must_exist: int, on_frame: Callable[[Frame], None]) -> Found | None:
     """Reads all frames in order. None: there are no segments, and there need not be any.
 
-    `must_exist`: frames up to this number must exist. `on_frame` may raise Unrecoverable.
-    Raises JournalUnusable, OSError.
+    `must_exist`: frames up to this number must exist. `on_frame` may raise Unrecoverable. Raises
+    JournalUnusable, OSError.
     """
     numbers = [number for number in segment_numbers(directory) if number >= end.first_segment]
     first = end.first_segment or (numbers[0] if numbers else 1)

@@ -17,7 +17,7 @@ from service.logging import get_logger
 
 _log = get_logger(__name__)
 
-# Obsolete bytes from which on a compaction pass is worth its cost.
+# A compaction pass is worth its cost from this many obsolete bytes on.
 COMPACTION_BYTES: Final = 8 << 20
 # Commits that are written together become one frame until it is larger than this.
 MAX_PAYLOAD_BYTES: Final = 8 << 20

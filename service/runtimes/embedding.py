@@ -1,7 +1,7 @@
 """Embed: texts as vectors, by Forwards of all inputs.
 
-Hidden states after a token do not depend on what follows it, so that the last token's are a text's. A model
-whose layers see what follows cannot be served at all.
+The hidden states of a token do not depend on what follows it, so those of the last token represent the text.
+A model whose layers see what follows cannot be served at all.
 """
 
 from __future__ import annotations

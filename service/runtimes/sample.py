@@ -58,9 +58,9 @@ class SampleSpec:
 
     @property
     def has_condition(self) -> bool:
-        """Whether the end depends on logprobs, which the journal does not have.
+        """Whether the end depends on a token's logprob or entropy, which the journal does not have.
 
-        Then no token may be appended after it before it was looked at.
+        Then nothing may be appended after a token before these were checked.
         """
         return self.min_logprob is not None or self.max_entropy is not None
 
@@ -79,7 +79,7 @@ class Sample:
         # The length of the text, including what is held back.
         self._num_characters = 0
         self._stops = StopMatcher(spec.stops)
-        # Stop texts are not looked for in the text of so many first tokens.
+        # Stop texts are not looked for in the text of this many first tokens.
         self._min_tokens = 0 if spec.rules is None else spec.rules.min_tokens
         self._detokenizer = None
         if spec.tokenizer is not None:
@@ -184,8 +184,8 @@ class Sample:
                 chunk.text = text
             else:
                 chunk.text = self._stops.push(text)
-                # The text may end with a stop text only as long as no further token changes its last
-                # character.
+                # A further token could change the unsettled text. If the sample ends here, it stays as it is,
+                # so a stop text may end in it.
                 is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:
             self.matcher.take(token_id)

@@ -185,8 +185,8 @@ def _exact(value: Any) -> Any:
     return value
 
 
-# Keywords that jsonschema checks differently than the grammar, or too slowly. Python's regular expressions
-# differ from those of JSON Schema more than the library's.
+# Keywords that jsonschema checks differently from the grammar, or too slowly. Python's regular expressions
+# differ from those of JSON Schema more than the library's do.
 _KEYWORDS: dict[str, _Keyword] = {
     "multipleOf": _multiple_of,
     "pattern": _pattern,

@@ -166,7 +166,7 @@ class Engine:
 
         Args:
             forwards: N, which have slots for their tokens. Nothing is appended.
-            hidden: [N, C] the hidden state after the last token of each.
+            hidden: [N, C] the hidden state of the token before the last one of each: see `Decoder.draft`.
 
         Returns:
             The drafted token of each, and [N, C] the hidden states for the next draft.

@@ -211,7 +211,7 @@ class PagePool:
 
 
 class HeldPages:
-    """Owner of references that no sequence has: of pages that are read from disk, and of forwards that wait.
+    """Owner of references to pages that are read from disk, or are held for forwards that wait for these.
 
     `references`: their number, by page.
     """

@@ -49,7 +49,7 @@ class GpuMemory:
 _MIN_PAGES = 1
 # Recurrent states for eight running forwards, beside the snapshots.
 _MIN_STATES = 24
-# The most tokens from one snapshot to the next, which is also what a truncation may have to compute again.
+# The most tokens from one snapshot to the next: a truncation or a reused prefix may compute them again.
 _MAX_STATE_SPACING = 512
 
 

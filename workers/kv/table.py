@@ -193,7 +193,7 @@ class KvTable:
     ) -> tuple[Rows, NDArray[np.bool_]]:
         """Reserve a slot for one token of each of these sequences, at its end.
 
-        `ahead`: so many tokens after its end, where the slots in between are reserved already.
+        `ahead`: this many tokens after its end, where the slots in between are reserved already.
 
         Returns [N] int64, their rows, and [N] bool, for which of them it was done. Has no effect on a
         sequence that is not `allowed`, unknown, of another length, needs a copy of a page, or finds no free

@@ -64,7 +64,7 @@ class Connection(H11Protocol):
         self.idle_s = 0.0
         self._unread_s = 0.0
         self._unread_bytes = 0
-        # Whether a request was answered before it has arrived completely. Then it is the last one.
+        # Whether a request was answered before it had arrived completely. Then it is the last one.
         self.is_answered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

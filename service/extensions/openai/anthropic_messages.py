@@ -108,7 +108,7 @@ def _turns(fields: Fields) -> list[tuple[str, str, list[Fields]]]:
 
 
 def _user_messages(blocks: list[Fields], role: str) -> Iterator[dict[str, Any]]:
-    """The messages of a turn of the user or the system: tool results, and the texts between them."""
+    """The messages of a turn of the user or the system: tool results, and the texts before and after them."""
     texts: list[str] = []
     for block in blocks:
         kind = block.raw("type")

@@ -84,7 +84,7 @@ def of_prompt(index: int, count: int, param_of: Callable[[str], str]) -> Iterato
     except QuireError as error:
         if count == 1:
             raise
-        # Before the prefix is added, because then the field can no longer be renamed.
+        # The field is renamed before the prefix is added, since it cannot be renamed afterwards.
         raise of_request(error, param_of).after(f"prompt {index}: ") from None
 
 

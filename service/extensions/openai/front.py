@@ -152,7 +152,7 @@ class OpenAiFront(Extension):
             checking.cancel()
 
     async def _require_experts(self) -> None:
-        """Raises PoolFailed if experts are configured and the model has none: trainers learn it early so."""
+        """Raises PoolFailed if experts are configured but the model has none: trainers learn it early."""
         if self._experts_form == routed_experts.NONE:
             return
         await wait_until(lambda: self._state.current_limits is not None)

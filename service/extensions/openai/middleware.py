@@ -173,7 +173,7 @@ class Middleware:
                 self._authenticator.authenticate_by_certificate(access, connection_of(scope).identities())
         if self._has_stopped:
             raise Draining
-        # Without authentication the context must not be read.
+        # Without authentication the context must not be read: nothing has set its tenant.
         tenant = None if self._authenticator is None else current_tenant()
         with self._state.budgets.of(tenant).http.held():
             yield

@@ -31,7 +31,7 @@ def as_chat(
     except InvalidArgument as error:
         raise error.at(renamed(error.field, names)) from None
     given = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
-    # These APIs report the prompt tokens at the begin of a stream.
+    # These APIs report the prompt tokens at the beginning of a stream.
     given |= {"with_usage": request.is_stream, "usage_in_all": request.is_stream}
     return kind(**given | {"names": names} | more)
 
@@ -42,7 +42,7 @@ def named_event(value: Any) -> str:
 
 
 class BlocksResponse(CompletionResponse):
-    """A response of one choice. A stream has events for its begin, its blocks and its end."""
+    """A response of one choice. A stream has events for its beginning, its blocks and its end."""
 
     frame = staticmethod(named_event)
     last_frame = ""

@@ -40,7 +40,7 @@ class Breaker:
             self._close()
 
     def record(self, result: Result, now_s: float) -> bool:
-        """Records the end of a request that `begin` allowed. Returns whether this opens the breaker."""
+        """Records the end of a request, once for each that `begin` allowed. Returns whether this opens it."""
         if result is Result.SUCCESS:
             self._close()
         # Failures of requests that began before the breaker opened are ignored.

@@ -86,7 +86,7 @@ class RoutingRouter(Router):
         if request.runtime:
             candidates = [Candidate(self.named(request.runtime), "it was asked for")]
         elif batch.resumed:
-            # A kept execution can only continue on its own runtime.
+            # Another runtime would generate another text.
             candidates = [Candidate(self.runtimes[0], "it goes on where it was begun")]
         elif any(item.HasField("cache") for item in batch.items):
             candidates = [Candidate(self.runtimes[0], "the caches are there")]

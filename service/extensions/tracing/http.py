@@ -25,7 +25,7 @@ class TracedHttp:
     """An ASGI application that makes a span for each request of another one."""
 
     def __init__(self, app: Any, spans: Spans) -> None:
-        """`app`: may leave in the scope attributes of its answer, `quire.answer`, and `quire.error`."""
+        """`app`: may describe its answer in the scope: by `quire.answer` and, if it failed, `quire.error`."""
         self._app, self._spans = app, spans
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

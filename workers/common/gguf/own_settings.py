@@ -40,7 +40,7 @@ _SLIDING = "sliding_attention"
 # Defaults of MiniCPM, if its file does not have them.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
 _PERIOD, _GEMMA3N_PERIOD, _GEMMA_PERIOD = 4, 5, 6
-# Of Baichuan's models of 13 billion weights.
+# The layers of Baichuan's models with 13 billion weights, which use ALiBi.
 _ALIBI_LAYERS = 40
 # What divides the frequencies of pairs that are not rotated.
 _STILL = 1e20
@@ -75,7 +75,7 @@ def _llama(file: FileSettings) -> dict[str, object]:
 
 
 def _baichuan(file: FileSettings) -> dict[str, object]:
-    # The file does not say it, and llama.cpp goes by the layers, too.
+    # The file does not say whether the model uses ALiBi. llama.cpp goes by the number of layers, too.
     if file.settings["num_hidden_layers"] == _ALIBI_LAYERS:
         raise GgufError(
             f"{file.name}.block_count: of models with {_ALIBI_LAYERS} layers ALiBi is not supported"

@@ -30,7 +30,7 @@ _OTHER_SETTING: Final = "compression_config"
 # The settings of a text part; the second: of InternVL, as its makers publish it.
 _TEXTS: Final = ("text_config", "llm_config")
 
-# Where tools of 2023 wrote it, AutoGPTQ and AutoAWQ, and by which method.
+# The files in which tools of 2023, AutoGPTQ and AutoAWQ, wrote it, and the method of each.
 _FILES: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 BITSANDBYTES: Final = "bitsandbytes"

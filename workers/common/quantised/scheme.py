@@ -42,7 +42,7 @@ class Scheme:
 
     Attributes:
         layout: In which tensors.
-        bits: Of a value: 8, of integers also 4, and of MLX's also others.
+        bits: Of a value: 8; of integers also 2, 3 or 4, and of MLX's also 5 or 6.
         group: Of integers, the inputs with one scale; 0: a row has one, or the matrix.
         has_zeros: Integers have zero points.
         zero_offset: Added to the stored zero points.
