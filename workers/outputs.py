@@ -112,7 +112,7 @@ class HiddenSpec:
             number of layers the last one's after the final norm. At least one.
         number_format: The format in which they are returned.
         mean: Return the mean over the forward's tokens up to the row. Then the rows of all tokens are
-        computed.
+            computed.
     """
 
     layers: Sequence[int]

@@ -350,7 +350,7 @@ class Prelauncher:
         """Drop ready results, to free their pages. Returns whether there were any.
 
         Sequences with a queued forward keep their results, since the scheduler may be choosing a step with
-        it. Unless no prelaunched forward may begin in this step: then all results are dropped.
+        it. If no prelaunched forward may begin in this step, all results are dropped.
         """
         freed = [sequence for sequence in self.ready if self._is_paused or sequence not in self.queued]
         for sequence in freed:

@@ -406,7 +406,7 @@ class StepLoop:
             ahead = decodes.take(prelaunched)
             wanted = prelaunched | (decodes.columns[Column.PRELAUNCH] > 0)
             is_shared = self._scheduler.has_others or not all(wanted.tolist())
-            # A recurrent state can be rolled back by one token only.
+            # One token of a recurrent state can be undone without computing it again, and no more.
             may_go_on = not is_shared and self._engine.kv_table.states is None
             self._prelauncher.mark_ready(ahead, go_on=may_go_on)
             # Their callers have the tokens before them, so their next requests may arrive soon.

@@ -8,7 +8,7 @@ running are answered with the step. When all of its decodes were requested, the 
 - other plain decodes that were requested meanwhile, which *join*: the host has their tokens. Among them are
   sequences whose caller sends something new with each token, such as a mask. They are in every second step,
   and the others do not wait for them;
-- chunks of prompts, in the same forward. But not the last chunk of a prompt, whose row is read: then the step
+- chunks of prompts, in the same forward; but not the last chunk of a prompt, whose row is read: then the step
   in flight is finished first, and decodes and chunks run in a step that is not launched ahead (ADR 67).
 
 Anything else waits until the step in flight is finished, and then shares a step with the decodes.

@@ -65,7 +65,7 @@ class Admission:
         self.draining = False
         # False after a failed write: nothing is computed that could not be written.
         self.journal_works = True
-        # Until when this gateway owns the caches.
+        # Until when this gateway owns the caches, where several gateways share the journal.
         self.lease = Lease()
 
     # Admission.

@@ -35,7 +35,7 @@ Holder = tuple[str, int]
 
 
 class KvPlacement:
-    """Places the KV of caches. Only this class writes `CacheEntry.worker` and `WorkerView.held`."""
+    """Places the KV of caches. Only this class writes `CacheEntry.worker`, and what `WorkerView.held` has."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -227,7 +227,7 @@ def _require_time(forward: QueuedForward, times: _LatencyModel, wait_s: float, n
     is_first = forward.total <= forward.cost
     # 0: unknown, or nothing is ahead.
     expected_s = 0.0 if is_first else times.expected_s(forward.total)
-    # Its own computation, a part of that.
+    # At least this much of that is its own computation.
     own_s = times.slope_s * forward.cost
     if forward.deadline_s is None:
         # Without a deadline only the queueing delay is limited.

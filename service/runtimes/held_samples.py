@@ -54,7 +54,7 @@ class HeldSamples:
             await self._ask(Truncate(sample.cache_id, held.position))
 
     def go_on(self, sample: Sample, position: int) -> None:
-        """Switches from the copy to the caller's cache at the first position that this does not have."""
+        """Switches from the copy to the caller's cache if `position` is the first one that this lacks."""
         held = sample.catching_up
         if held is not None and position == len(held.token_ids):
             self._caches.release(sample.cache_id)

@@ -82,8 +82,8 @@ class LocalRuntime:
         self._executions += 1
         weights = self._state.model_version
         config = self._state.config
-        # A slow reader delays the next use of caches. What this server leaves of others when it is killed,
-        # nobody uses again.
+        # Long enough for a slow reader, which delays the next use of a cache. Not longer unless the batch is
+        # kept: nobody uses its caches again if this server is killed.
         lease_s = config.message_timeout_s + config.max_wait_s
         if batch.keep_s:
             lease_s = max(batch.keep_s, config.default_lease_s)

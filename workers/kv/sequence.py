@@ -30,7 +30,8 @@ class SequenceColumns:
             they are reserved, and no other sequence can see them.
         recent: [rows, page_size] uint32, the last tokens by their offset in the page; see
             `KvSequence.token_ids`.
-        changes: [rows] int64, a counter that is incremented when the pages of the row's sequence change.
+        changes: [rows] int64, a counter that is incremented when the pages of the row's sequence change, or
+            another sequence gets the row.
     """
 
     def __init__(self, page_size: int) -> None:

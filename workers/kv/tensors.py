@@ -104,7 +104,7 @@ class KvTensors:
             states: The states of recurrent layers. If there are no other layers, pages hold nothing.
             quantised: Store keys and values in 8 bits with a scale each, in packed pages.
             row_dtype: The dtype of what is written, and of queries. None: `dtype`. Packed pages may be
-            narrower.
+                narrower.
 
         Raises:
             ValueError: A size is below 1, there are no layers, or no kernels for such pages of one.

@@ -120,7 +120,7 @@ class Runner(Protocol):
             rows: As for `step`. The last token of a history is not read if only the device knows it. May be
                 empty if all rows are chosen as in the previous step.
             chunks: Chunks of prompts, computed in the same forward: see `ForwardInputs.with_chunks`. On the
-            host.
+                host.
             keeps_logits: Whether the logits can still be read after the next step was launched.
             after: The step behind which it is launched. None: the tokens of all earlier steps were read.
 

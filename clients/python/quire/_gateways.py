@@ -90,7 +90,7 @@ class AsyncAnswers:
     """The calls of an asyncio client."""
 
     def __init__(self) -> None:
-        # What ends calls of cancelled tasks.
+        # The tasks that end the calls of cancelled tasks.
         self._ending: set[asyncio.Task[None]] = set()
 
     async def get(
@@ -116,7 +116,7 @@ class AsyncAnswers:
             raise cancellation(caught) from None
 
     async def _end(self, answer: asyncio.Future[Any], request: Any, release: Callable[..., Any]) -> None:
-        """Ends a call whose task was cancelled, so that no cache is left of which nobody has the id.
+        """Ends a call whose task was cancelled, so that no cache is left whose id nobody has.
 
         Most end by themselves in a moment. One that is cancelled then makes none: it still waits or runs.
         """
@@ -153,4 +153,4 @@ class Answers:
         return list(responses)
 
     def close(self) -> None:
-        """No thread can be cancelled."""
+        """Does nothing: no thread can be cancelled."""

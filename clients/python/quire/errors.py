@@ -162,7 +162,7 @@ _BY_CODE: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 
-# Without a reason.
+# The codes of calls that were broken off on their way, if the error has no reason.
 _BROKEN_OFF = (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 

@@ -23,7 +23,7 @@ _ID_BYTES = 12
 
 
 class Samples:
-    """The samples of one request for one item. Puts their chunks into the sink."""
+    """The samples of one request for one item. Puts their chunks into the sink, each piece of text once."""
 
     def __init__(
         self, item: runner_pb2.ExecuteItem, indexes: Sequence[int], price: Prices | None, sink: ChunkSink

@@ -90,7 +90,7 @@ def _fbgemm_fp8(settings: Mapping[str, object]) -> Quantisation:
 
 
 def _gptq(settings: Mapping[str, object]) -> Quantisation:
-    """As AutoGPTQ and GPTQModel write it: integers of 2 to 8 bits with a scale for each group of inputs."""
+    """As AutoGPTQ and GPTQModel write it: integers of 2, 3, 4 or 8 bits, a scale for a group of inputs."""
     form = one_of(settings, "checkpoint_format", *_ZERO_OFFSETS, default=settings.get("format") or "gptq")
     one_of(settings, "pack_dtype", "int32", default="int32")
     one_of(settings, "is_marlin_format", False, default=False)

@@ -7,7 +7,7 @@ database was restored, or a standby that was behind has taken over. Missing rows
 counting the rows from time to time.
 
 If the connection breaks during a statement, it may still be running. It is then repeated until the row is
-known to be stored: the row has a number, so only one attempt can store it. Or until there is a later owner
+known to be stored (the row has a number, so only one attempt can store it), or until there is a later owner
 and no attempt has succeeded: then none can succeed any more.
 
 The database keeps what it has committed, so a damaged row was damaged afterwards. It is never dropped.
