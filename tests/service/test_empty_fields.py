@@ -204,7 +204,6 @@ MESSAGES = [{"role": "user", "content": "x"}]
 NO_SCHEMA = {"type": "json_schema", "json_schema": {}}
 # Empty values over HTTP that are refused, with the field at fault.
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (completion, {"model": ""}, "model"),
     (completion, {"prompt": []}, "prompt"),
     (completion, {"guided_choice": []}, "guided_choice"),
     (completion, {"guided_regex": ""}, "guided_regex"),
@@ -252,6 +251,7 @@ SAME: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (completion, {"stop": []}),
     (completion, {"logit_bias": {}}),
     (completion, {"suffix": ""}),
+    (completion, {"model": ""}),
     (chat, {"tools": []}),
     (chat, {"messages": [{**MESSAGES[0], "name": ""}]}),
     (generate, {"sampling_params": {"stop_token_ids": []}}),

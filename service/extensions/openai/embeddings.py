@@ -27,7 +27,7 @@ from service.extensions.openai.errors import of_request
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.generation import JSON, ForwardContext, ResponseBody, until_disconnected
 from service.extensions.openai.models import Models
-from service.extensions.openai.requests import IGNORED, priority_of, prompts
+from service.extensions.openai.requests import IGNORED, model_name, priority_of, prompts
 from service.runtimes.embedding import MAX_INPUTS, Embedder
 
 # The parts of a JSON text. Other tasks run between them; an empty part follows work that takes long.
@@ -174,7 +174,7 @@ def score(fields: Fields, models: Models) -> EmbeddingRequest:
 
 def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:
     """The Embed without its inputs, the model's name, and the most tokens of a prompt. Used by all routes."""
-    model = models.resolve(fields.get("model", string), needs_text=False)
+    model = models.resolve(model_name(fields), needs_text=False)
     if not model.is_local:
         raise unsupported("model", "a provider's models make no embeddings here")
     embed = runner_pb2.EmbedRequest(

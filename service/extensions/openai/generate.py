@@ -27,6 +27,7 @@ from service.extensions.openai.requests import (
     NEUTRAL,
     CompletionRequest,
     ResolveModel,
+    model_name,
     new_item,
     priority_of,
     prompt_tokens,
@@ -66,7 +67,7 @@ def generate(
     `routed_experts`. Raises InvalidArgument, and whatever `resolve` raises.
     """
     fields = Fields(value)
-    model = resolve(fields.get("model", string))
+    model = resolve(model_name(fields))
     if not model.is_local:
         raise unsupported("model", "a provider takes and returns no token ids")
     # vLLM does not use a model's recommended settings here, so they are not used.

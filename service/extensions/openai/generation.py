@@ -122,7 +122,7 @@ class CompletionHandler:
                 execution.detach(reader)
                 scope["quire.answer"] = _described(execution.started, response)
 
-    def _resolve(self, model: str | None) -> ResolvedModel:
+    def _resolve(self, model: str) -> ResolvedModel:
         return self.models.resolve(model, needs_text=self.needs_text)
 
     @asynccontextmanager

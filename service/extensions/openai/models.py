@@ -11,7 +11,6 @@ from quire.v1 import runner_pb2, types_pb2
 from service.api.server_state import ServerState
 from service.errors import NoTokenizer, RuntimeNotFound
 from service.printable import escaped
-from service.runtimes.local import NAME
 from service.runtimes.router import Router
 
 _MAX_NAME_CHARACTERS = 100
@@ -42,12 +41,11 @@ class Models:
         self._state = state
         self._created = int(time.time())
 
-    def resolve(self, model: str | None, *, needs_text: bool = True) -> ResolvedModel:
-        """The runtime for the `model` of a request. Without one it is this server's own.
+    def resolve(self, model: str, *, needs_text: bool = True) -> ResolvedModel:
+        """The runtime for the `model` of a request.
 
         Raises NoWorker or RuntimeNotFound; NoTokenizer if `needs_text` and there is no tokenizer.
         """
-        model = model or NAME
         runtime = self._named(model)
         if runtime.runtime_kind != _OWN:
             return ResolvedModel(runtime.name, is_local=False, sampling_defaults=types_pb2.SamplingParams())

@@ -31,6 +31,7 @@ from service.extensions.openai.item_fields import (
 from service.extensions.openai.models import ResolvedModel
 from service.extensions.openai.routed_experts import NONE, RoutedExperts, routed_experts
 from service.runtimes.items import MAX_SAMPLES
+from service.runtimes.local import NAME
 
 _MAX_PROMPTS = 1024
 _MAX_PRIORITY = 1 << 63
@@ -111,7 +112,7 @@ class CompletionRequest:
 
 
 # Finds the runtime for the name of a model.
-ResolveModel = Callable[[str | None], ResolvedModel]
+ResolveModel = Callable[[str], ResolvedModel]
 
 
 def completion(
@@ -122,7 +123,7 @@ def completion(
     `max_bytes`: the limit for all copies of its settings: each prompt but the first needs one.
     """
     fields = Fields(value)
-    model = resolve(fields.get("model", string))
+    model = resolve(model_name(fields))
     shared = new_item(model)
     common = _common(fields, model, COMPLETION, experts_form)
     shared.experts = common["experts"] is not None
@@ -172,7 +173,7 @@ def completion(
 def chat(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
     """Parses a request to /v1/chat/completions. Raises InvalidArgument, and whatever `resolve` raises."""
     fields = Fields(value)
-    model = resolve(fields.get("model", string))
+    model = resolve(model_name(fields))
     item = new_item(model)
     set_fields(item, fields, CHAT)
     if not item.chat.messages:
@@ -266,6 +267,11 @@ def stream_options(fields: Fields) -> dict[str, Any]:
         "with_usage": with_usage,
         "usage_in_all": with_usage and usage_in_all,
     }
+
+
+def model_name(fields: Fields) -> str:
+    """The name in `model`. Absent or empty: this server's own model, as in vLLM."""
+    return fields.get("model", string) or NAME
 
 
 def priority_of(fields: Fields) -> types_pb2.Priority:

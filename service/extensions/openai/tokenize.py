@@ -22,7 +22,7 @@ from service.extensions.openai.fields import Fields, bad_field, boolean, string,
 from service.extensions.openai.generation import until_disconnected
 from service.extensions.openai.item_fields import token_ids
 from service.extensions.openai.models import Models, ResolvedModel
-from service.extensions.openai.requests import CompletionRequest, chat
+from service.extensions.openai.requests import CompletionRequest, chat, model_name
 from service.text.text_model import TextModel
 
 # The fields of chats that are allowed here.
@@ -96,7 +96,7 @@ class Tokens:
 
     async def _model(self, fields: Fields) -> ResolvedModel:
         await self.state.first_worker(None)
-        model = self.models.resolve(fields.get("model", string))
+        model = self.models.resolve(model_name(fields))
         if not model.is_local:
             raise unsupported("model", "the tokens of a provider are not known")
         return model

@@ -23,8 +23,7 @@ DEFAULTS = types_pb2.SamplingParams(temperature=0.5, top_k=20)
 STOP = runner_pb2.FINISH_REASON_STOP
 
 
-def resolve(model: str | None) -> ResolvedModel:
-    model = model or "local"
+def resolve(model: str) -> ResolvedModel:
     if model == "provider":
         return ResolvedModel(model, is_local=False, sampling_defaults=types_pb2.SamplingParams())
     if model not in ("local", "poet"):

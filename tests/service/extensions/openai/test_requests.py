@@ -20,7 +20,7 @@ from service.extensions.openai.requests import chat, completion
 DEFAULTS = types_pb2.SamplingParams(temperature=0.5, top_k=20)
 
 
-def resolve(_model: str | None) -> ResolvedModel:
+def resolve(_model: str) -> ResolvedModel:
     return ResolvedModel("local", is_local=True, sampling_defaults=DEFAULTS)
 
 
