@@ -18,7 +18,7 @@ from workers.models.row_ranges import RowRanges
 from workers.models.values import boolean, integer, number
 
 FUSED = ".self_attn.qkv_proj."
-_INTERNVL, _ITS_TEXT = "internvl_chat", "llm_config"
+_INTERNVL, _TEXT = "internvl_chat", "llm_config"
 # For configs without this setting. A separate head in the files takes precedence.
 _DEFAULTS = {"tie_word_embeddings": True}
 
@@ -97,6 +97,8 @@ def _chatglm(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 _TYPES: Mapping[str, _Type] = {
+    "kimi_k2": _Type(lambda _: {"model_type": "deepseek_v3"}),
+    "mimo": _Type(lambda _: {"model_type": "qwen2"}),
     "exaone": _Type(
         _exaone,
         (
@@ -147,7 +149,7 @@ _TYPES: Mapping[str, _Type] = {
 
 def library_settings(settings: Mapping[str, object]) -> dict[str, object]:
     """Translates the settings of a config.json to a type of the library. Raises ModelError."""
-    text = settings.get(_ITS_TEXT)
+    text = settings.get(_TEXT)
     if settings.get("model_type") == _INTERNVL and isinstance(text, Mapping):
         return {**settings, "model_type": "internvl", "text_config": _as_library_type(text)}
     return _as_library_type(settings)
@@ -170,7 +172,7 @@ def library_tensors(
     Raises:
         ModelError: Two tensors get the same name, or the rows of a matrix do not fit the config.
     """
-    text = settings.get(_ITS_TEXT) if settings.get("model_type") == _INTERNVL else settings
+    text = settings.get(_TEXT) if settings.get("model_type") == _INTERNVL else settings
     known = _TYPES.get(str(text.get("model_type"))) if isinstance(text, Mapping) else None
     if known is None or not isinstance(text, Mapping):
         return dict(tensors)
@@ -182,10 +184,10 @@ def library_tensors(
         if new in found:
             raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[new].name}")
         found[new] = entry
-    return with_projections_apart(found, _as_library_type(text), by_groups=known.by_groups)
+    return split_fused_qkv(found, _as_library_type(text), by_groups=known.by_groups)
 
 
-def with_projections_apart(
+def split_fused_qkv(
     tensors: Mapping[str, StoredTensor], settings: Mapping[str, object], *, by_groups: bool = False
 ) -> dict[str, StoredTensor]:
     """Replaces each fused tensor of queries, keys and values by three.

@@ -6,6 +6,7 @@ the names of tensors in a checkpoint of the transformers library.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,7 @@ from workers.models.errors import UnsupportedError
 from workers.models.files import check_not_pickled, errors_naming, exists, read_object
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
-from workers.models.quantised.mlx import as_published as mlx_as_published
+from workers.models.quantised.mlx import mlx_to_library_layout
 from workers.models.quantised.reader import quantised_tensors
 from workers.models.remote_code import library_settings, library_tensors
 from workers.models.text import ModelText, read_text
@@ -80,11 +81,13 @@ class DirectorySource:
         check_not_pickled(self.path)
 
     def settings(self) -> dict[str, object]:
-        settings = self._own_settings()
+        settings = self._own_settings
         with errors_naming(self.config_file):
             return library_settings(settings)
 
+    @functools.cached_property
     def _own_settings(self) -> Mapping[str, object]:
+        """The settings as the files have them. Raises ModelError."""
         # Configs of Mamba 2 and Nemotron-H have time_step_limit: [0.0, Infinity].
         settings = read_object(self.config_file, takes_infinity=True)
         return with_file_of_tool(settings, self._content_of)
@@ -110,8 +113,8 @@ class DirectorySource:
         except NotUnderstood as error:
             raise UnsupportedError(f"{self.config_file}: the weights are quantised: {error}") from None
         if said is not None and said.method == mlx.METHOD:
-            tensors = mlx_as_published(tensors, model_type)
-        return library_tensors(tensors, self._own_settings())
+            tensors = mlx_to_library_layout(tensors, model_type)
+        return library_tensors(tensors, self._own_settings)
 
     def notes(self) -> Sequence[str]:
         said, wrapper = self._quantisation(), self.settings().get("model_type")

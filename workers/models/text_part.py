@@ -50,8 +50,6 @@ WRAPPERS = {wrapper: text for text, wrappers in _WRAPPERS_OF.items() for wrapper
 
 # Types that are equivalent to another type, apart from images, with the settings to replace.
 _SAME: dict[str, dict[str, object]] = {
-    "kimi_k2": {"model_type": "deepseek_v3"},
-    "mimo": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
     "qwen2_vl_text": {"model_type": "qwen2"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},

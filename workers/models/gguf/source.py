@@ -18,7 +18,7 @@ from workers.models.files import file_version, open_regular
 from workers.models.gguf.library_names import LIBRARY_FAMILIES
 from workers.models.gguf.tensors import FileHeader, read_vector, stored_tensors
 from workers.models.gguf.tokenizer import TEXT_ARRAYS, read_text
-from workers.models.remote_code import with_projections_apart
+from workers.models.remote_code import split_fused_qkv
 from workers.models.text import ModelText
 
 _MAX_FACTORS = 4096
@@ -54,7 +54,7 @@ class GgufSource:
         tensors = stored_tensors(headers, architecture, settings)
         # Native code uses fused tensors as they are.
         is_of_library = settings["model_type"] in LIBRARY_FAMILIES
-        return with_projections_apart(tensors, settings) if is_of_library else tensors
+        return split_fused_qkv(tensors, settings) if is_of_library else tensors
 
     def notes(self) -> Sequence[str]:
         """Returns none."""

@@ -80,7 +80,7 @@ def check_experts(entries: Mapping[str, TensorEntry]) -> None:
         raise ModelError(f"{weights[0].file}: {says}")
 
 
-def of_each_expert(tensors: Tensors) -> Iterator[Tensors]:
+def split_experts(tensors: Tensors) -> Iterator[Tensors]:
     """Yields the tensors of each expert, by the names in other checkpoints; or those of another module.
 
     Raises ModelError unless all tensors have the same number of experts.
@@ -120,7 +120,7 @@ class _LessOne(StoredTensor):
         return self._entry.samples()
 
 
-def as_published(tensors: Mapping[str, StoredTensor], model_type: object) -> dict[str, StoredTensor]:
+def mlx_to_library_layout(tensors: Mapping[str, StoredTensor], model_type: object) -> dict[str, StoredTensor]:
     """Reverts the other changes that mlx-lm makes to the tensors of a checkpoint when it reads it.
 
     Other model types with a changed convolution are refused by its shape.

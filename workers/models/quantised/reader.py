@@ -13,7 +13,7 @@ from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
 from workers.models.quantised.matrix import QuantisedMatrix
-from workers.models.quantised.mlx import MlxMatrix, check_experts, of_each_expert
+from workers.models.quantised.mlx import MlxMatrix, check_experts, split_experts
 from workers.models.quantised.mxfp4 import mxfp4_tensors
 from workers.models.quantised.tensors import FLOAT8, Tensors
 
@@ -66,7 +66,7 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
         if is_quantised:
             own = {part: entry for part, entry in parts.items() if part in _PARTS}
             scheme = _scheme(Tensors(module, own), said)
-            for each in of_each_expert(Tensors(module, own)):
+            for each in split_experts(Tensors(module, own)):
                 found[f"{each.module}.weight"] = _READERS[scheme.layout](each, scheme)
         for part, entry in parts.items():
             if part not in _UNUSED and not (is_quantised and part in _PARTS):
