@@ -23,7 +23,7 @@ import {
 import { makesOwnCaches, newCaches } from "./batches.js";
 import { deadlineOf } from "./duration.js";
 import type { Priority } from "./enums.js";
-import { cancelled, errorFromCall, errorFromStatus, isOfConnection, QuireError, Unavailable } from "./errors.js";
+import { cancelled, errorFromCall, errorFromStatus, isConnectionError, QuireError, Unavailable } from "./errors.js";
 import { Gateways } from "./gateways.js";
 import type { Status } from "./gen/google/rpc/status_pb.js";
 import { ModelExecutorService } from "./gen/quire/v1/executor_pb.js";
@@ -142,7 +142,7 @@ export class Connection {
       const serverDelayMs = failed.retryDelayMs ?? 0;
       const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), serverDelayMs);
       const isLate = deadline !== undefined && Date.now() + pauseMs >= deadline;
-      if (!isOfConnection(failed, options.signal) || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
+      if (!isConnectionError(failed, options.signal) || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
         if (response) return response; // What the other items are answered.
         throw failed;
       }

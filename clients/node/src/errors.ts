@@ -202,7 +202,7 @@ export function errorFromCall(error: ServiceError, proxy = ""): QuireError {
  * can succeed. An error of the server itself has a reason. Without one it is gRPC's, as of a server that stops before it has
  * read the call, or that of a proxy. Or it is that of a signal that has cancelled the call.
  */
-export function isOfConnection(error: QuireError, signal: AbortSignal | undefined): boolean {
+export function isConnectionError(error: QuireError, signal: AbortSignal | undefined): boolean {
   if (error instanceof Cancelled && signal?.aborted) return false;
   const isBrokenOff = [status.CANCELLED, status.INTERNAL, status.UNKNOWN].includes(error.code) && !error.reason;
   return isBrokenOff || error instanceof Unavailable;

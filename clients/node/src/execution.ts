@@ -9,7 +9,7 @@ import { Answer, type Chunk, chunkOf } from "./chunks.js";
 import { type CallOptions, onAbort } from "./connection.js";
 import { deadlineOf, msOf } from "./duration.js";
 import type { Policy } from "./enums.js";
-import { cancelled, errorFromCall, isOfConnection, QuireError } from "./errors.js";
+import { cancelled, errorFromCall, isConnectionError, QuireError } from "./errors.js";
 import {
   type ExecuteRequest,
   type ExecuteResponse,
@@ -118,7 +118,7 @@ export class Execution implements AsyncIterable<Chunk>, AsyncDisposable {
         const pauseMs = longestMs * (0.5 + Math.random() / 2);
         brokenAt ??= Date.now();
         const until = Math.min(brokenAt + this.#keepMs, deadline ?? Infinity);
-        const goesOn = isOfConnection(failed, signal) && retries && !this.#cancelled.signal.aborted;
+        const goesOn = isConnectionError(failed, signal) && retries && !this.#cancelled.signal.aborted;
         if (!goesOn || Date.now() + pauseMs > until) throw failed;
         const forget = onAbort(signal, () => this.#cancelled.abort());
         if (signal?.aborted) this.#cancelled.abort();

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from quire._methods import Method
-from quire.errors import QuireError, Unavailable, from_status, is_of_connection
+from quire.errors import QuireError, Unavailable, from_status, is_connection_error
 
 MAX_ATTEMPTS = 4
 # With several gateways: until another one has taken over.
@@ -61,7 +61,7 @@ class Attempts:
     def backoff_s(self, error: QuireError) -> float:
         """The delay before the next attempt. Raises `error`, that of the failed attempt, if there is none."""
         self._left -= 1
-        if not self._left or not is_of_connection(error):
+        if not self._left or not is_connection_error(error):
             raise error
         # Jitter spreads the retries of many clients. The server's delay is the minimum.
         server_delay_s = error.retry_delay_s or 0.0

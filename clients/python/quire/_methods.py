@@ -1,6 +1,6 @@
 """The calls of the API: their request and response types, and when each is safe to retry.
 
-A call that has failed on its way (`errors.is_of_connection`) may have been applied before its response was
+A call that has failed on its way (`errors.is_connection_error`) may have been applied before its response was
 lost. It is retried only if it is then not applied twice:
 
     Decode, ForwardVerify, Prefill of a cache           with `position`

@@ -211,7 +211,7 @@ def from_rpc_error(error: grpc.RpcError, proxy: str = "") -> QuireError:
     return from_status(status)
 
 
-def is_of_connection(error: QuireError) -> bool:
+def is_connection_error(error: QuireError) -> bool:
     """Whether a call has failed on its way: the server is away, or the stream was broken off.
 
     Then a call that is safe to repeat can succeed. An error of the server itself has a reason. Without one it

@@ -14,7 +14,7 @@ from typing import Any, Self
 import grpc
 from quire._chunks import Answer, Chunk, chunk_of
 from quire._grpc_aio import cancellation
-from quire.errors import Cancelled, from_rpc_error, is_of_connection
+from quire.errors import Cancelled, from_rpc_error, is_connection_error
 from quire.v1 import runner_pb2
 
 # Starts the call with a request, and with `timeout` in seconds if there is one.
@@ -128,7 +128,7 @@ class _ResumableStream:
         now_s = time.monotonic()
         self._disconnected_at_s = now_s if self._disconnected_at_s is None else self._disconnected_at_s
         failed = from_rpc_error(error, self._proxy)
-        can_resume = is_of_connection(failed) and not self._cancelled.is_set()
+        can_resume = is_connection_error(failed) and not self._cancelled.is_set()
         until_s = self._disconnected_at_s + self._keep_s
         if self._deadline_s is not None:
             until_s = min(until_s, self._deadline_s)
