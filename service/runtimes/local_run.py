@@ -115,7 +115,7 @@ class LocalRun:
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
                 answer_bytes=(max(1, rows) + prelaunch) * item.answer_bytes,
-                is_kept=not (item.has_hidden or item.is_large or kept_bytes > MAX_KEPT_BYTES),
+                keeps_answer=not (item.has_hidden or item.is_large or kept_bytes > MAX_KEPT_BYTES),
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
