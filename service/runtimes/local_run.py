@@ -29,7 +29,7 @@ from service.logging import current_request_id
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
 from service.runtimes.held_samples import HeldSamples
-from service.runtimes.items import num_samples
+from service.runtimes.items import FORK_REQUESTS, num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
 from service.runtimes.sample_steps import SampleSteps
@@ -172,6 +172,8 @@ class LocalRun:
             return await self._held.fork(item, item.held), [0] * samples
         if samples == 1 or len(item.spec.prompt) == 1:
             return [], [0] * samples
+        # Otherwise the prompt would be computed, and then the last samples refused.
+        self._tenant.require_at_once(samples + FORK_REQUESTS)
         forked, reused_tokens = await self._fork_prompt(item)
         # The first sample is charged for a shared prefix. The others found it computed.
         return forked, [reused_tokens] + [len(item.spec.prompt) - 1] * (samples - 1)

@@ -20,6 +20,7 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
+from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Dispatcher, OnOutcomes, Outcome
 from service.errors import QuotaExceeded
 from service.runtimes import sample_steps
@@ -352,6 +353,19 @@ async def test_a_prefix_that_cannot_be_forked_is_released_at_once() -> None:
     fork = next(at for at, request in enumerate(dispatcher.requests) if isinstance(request, Fork))
     releases = [at for at, request in enumerate(dispatcher.requests) if isinstance(request, Release)]
     assert fork < releases[0] < len(dispatcher.requests) // 2, "others have tokens to come"
+
+
+async def test_samples_beyond_the_rate_are_refused_before_their_prompt_is_computed() -> None:
+    """It is a request, and so are its copies. Before, two of four samples were refused after them."""
+    gateway, reader = Gateway(workers=1), Reader(random.Random(1))
+    batch = Batch("key", Tenant("alice", Quota(max_per_s=5)), [])
+    run = LocalRun(gateway.dispatcher, batch, reader)
+    running = asyncio.create_task(run_to_end(run, [prepared("x", [1, 2, 3], 1, 4)]))
+    while not running.done():
+        gateway.work()
+        await asyncio.sleep(0)
+    ends = [reader.chunks["x", sample][-1].error for sample in range(4)]
+    assert [status_reason(error) for error in ends] == ["QUOTA"] * 4 and not gateway.sent
 
 
 class FullReader(Reader):
