@@ -275,9 +275,8 @@ class Segments:
     def _reopened(self, number: int) -> _Segment:
         """Raises OSError."""
         path = segment_path(self.directory, number)
-        return self._opened(
-            number, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW), path
-        )
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return self._opened(number, fd, path)
 
     def _opened(self, number: int, fd: int, path: Path) -> _Segment:
         found = os.fstat(fd)

@@ -114,15 +114,14 @@ class ModelVersions:
             return None
         stored = json.loads(value)
         loaded, number = self._path_of(stored["model"]), stored["number"]
-        if self._configured in (self._path_of(stored["configured"]), loaded):
-            self.serving = ModelVersion(number, loaded, stored["continued_from"])
-        else:
+        what = {"configured": self._configured, "loaded": loaded}
+        if self._configured not in (self._path_of(stored["configured"]), loaded):
             self.serving = ModelVersion(number, self._configured, number)
-        what = {"model": self.serving.model, "configured": self._configured, "loaded": loaded}
-        if self.serving.model != self._configured:
-            _log.info("serving the weights that were loaded last", **what)
-        elif loaded != self.serving.model:
             _log.warning("serving what the settings name, not what was loaded last", **what)
+        else:
+            self.serving = ModelVersion(number, loaded, stored["continued_from"])
+            if loaded != self._configured:
+                _log.info("serving the weights that were loaded last", **what)
         fingerprint: str = stored["fingerprint"]
         return fingerprint
 
