@@ -172,6 +172,35 @@ async def test_a_failed_write_is_told_and_the_next_succeeds(
     assert [state.number for state in recovered(tmp_path)] == [1, 3]
 
 
+@pytest.mark.parametrize("sync", ["normal", "full"])
+async def test_a_failed_commit_is_not_there_after_a_crash_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Sync
+) -> None:
+    """Before, the disk could have it, and not that it was cut off again."""
+    fdatasync = os.fdatasync
+
+    def on_disk() -> None:
+        shutil.copytree(tmp_path / JOURNAL, tmp_path / "crashed" / JOURNAL, dirs_exist_ok=True)
+
+    def synced(fd: int) -> None:
+        fdatasync(fd)
+        on_disk()
+
+    def fail(*_: object) -> None:
+        # The system may have written everything so far.
+        on_disk()
+        raise OSError(errno.EIO, "broken")
+
+    with contextlib.closing(open_journal(tmp_path, sync)) as journal:
+        assert await commit(journal, created(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", synced)
+            patched.setattr(os, "pwrite", fail)
+            assert not await commit(journal, created(2))
+    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
+    assert [state.number for state in recovered(tmp_path / "crashed")] == [1]
+
+
 @pytest.mark.parametrize("cut_back", [True, False])
 async def test_a_frame_that_was_written_in_part_is_cut_off(
     journal: FileJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_back: bool
