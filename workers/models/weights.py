@@ -21,7 +21,7 @@ from kernels.weight_formats import OnGpu, WeightFormat, unrounded
 from workers.common.machine_limits import available_bytes
 from workers.kv.sizing import check_fits
 from workers.models import checkpoint
-from workers.models.builder import FormatOf, build_decoder, is_router
+from workers.models.builder import build_decoder, is_router
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -29,6 +29,7 @@ from workers.models.errors import UnsupportedError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.model_tensors import EMBEDDING, checked_targets, tensors_of
+from workers.models.parameters import FormatOf
 from workers.models.parts import Part
 from workers.models.recipes import recipe
 from workers.models.shard import Group
