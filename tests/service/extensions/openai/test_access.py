@@ -13,7 +13,13 @@ import pytest
 
 from service.auth.tokens import Role, new_token
 from tests.chat_templates import byte_tokenizer
-from tests.service.extensions.openai.test_front import QUESTION, TIMEOUT_S, FakeRuntime, generate_yes, serving
+from tests.service.extensions.openai.served_front import (
+    QUESTION,
+    TIMEOUT_S,
+    FakeRuntime,
+    generate_yes,
+    serving,
+)
 
 READ = ("/is_paused", "/get_world_size", "/weight_info")
 OPERATORS = (
