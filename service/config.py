@@ -293,11 +293,6 @@ class Config:
         rules.COUNT,
         group="steps",
     )
-    max_mixed_prefill_tokens: int | None = setting(
-        None,
-        "maximum prompt tokens in a step that also decodes; auto adds as many as double the step's time",
-        rules.COUNT,
-    )
     max_batch_items: int = setting(256, "maximum items in one step of a worker", Range(1, 65_536))
     max_queued_operations: int = setting(
         4096,

@@ -91,17 +91,13 @@ class StepTimes:
 class CallerLimits:
     """The limits of each step. Owned by the scheduler."""
 
-    def __init__(self, fixed_prompt_tokens: int | None, max_batch_tokens: int) -> None:
-        """`fixed_prompt_tokens`: the limit in a step with decodes and in the next. None: it is learned."""
+    def __init__(self, max_batch_tokens: int) -> None:
         self.times = StepTimes()
-        self._fixed_prompt_tokens = fixed_prompt_tokens
         self._max_batch_tokens = max_batch_tokens
         # For each of the last steps, the cost that each caller below the free cost wanted.
         self._undemanding: deque[Mapping[int, int]] = deque(maxlen=_REMEMBERED_STEPS)
         # For each of the last steps, the cost of each caller's decodes.
-        self._decoded: deque[Mapping[int, int]] = deque(
-            maxlen=_REMEMBERED_STEPS if fixed_prompt_tokens is None else 2
-        )
+        self._decoded: deque[Mapping[int, int]] = deque(maxlen=_REMEMBERED_STEPS)
         self._steps = 0
 
     def shares(self, wanted: Mapping[int, int]) -> dict[int, int]:
@@ -143,16 +139,12 @@ class CallerLimits:
 
     def limits_prompts(self, prefilling: Collection[int]) -> bool:
         """Whether prompts of these callers are limited, because another caller decodes."""
-        if self._fixed_prompt_tokens is not None:
-            return self._fixed_prompt_tokens < self._max_batch_tokens
         return any({caller}.symmetric_difference(prefilling) for costs in self._decoded for caller in costs)
 
     def max_prompt_tokens(self, prefilling: Collection[int]) -> int:
         """The most prompt tokens in the step, if these callers have prompts queued."""
-        if not any(self._decoded) or not self.limits_prompts(prefilling):
+        if not self.limits_prompts(prefilling):
             return self._max_batch_tokens
-        if self._fixed_prompt_tokens is not None:
-            return self._fixed_prompt_tokens
         tokens = self.times.prompt_tokens(max(sum(costs.values()) for costs in self._decoded))
         if tokens is None:
             tokens = self._max_batch_tokens // _UNKNOWN_SHARE

@@ -263,9 +263,6 @@ def make_worker(config: WorkerConfig, orphan_timer: OrphanTimer | None) -> Worke
             config.max_batch_items,
             max_rows=config.max_batch_items,
             page_size=executor.engine.kv.page_size,
-            max_mixed_prefill_tokens=(
-                config.max_mixed_prefill_tokens if config.HasField("max_mixed_prefill_tokens") else None
-            ),
         ),
         orphan_timer=orphan_timer,
         explain=lambda error: _for_clients(error, config.model),

@@ -101,27 +101,20 @@ class Scheduler:
         max_batch_items: int,
         max_rows: int,
         page_size: int = 16,
-        max_mixed_prefill_tokens: int | None = None,
     ) -> None:
-        """Set the limits of a step.
-
-        `max_mixed_prefill_tokens` limits the tokens of long forwards in a step with decodes, and in the step
-        after it. So it limits how much a prefill adds to the inter-token latency of others. None: the limit
-        is learned, and applied only if other callers decode; see `caller_limits`.
-        """
+        """Set the limits of a step. What prompts get beside decodes of others is learned: `caller_limits`."""
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
             ("max_batch_items", max_batch_items),
             ("max_rows", max_rows),
             ("page_size", page_size),
-            ("max_mixed_prefill_tokens", max_mixed_prefill_tokens or max_batch_tokens),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.max_batch_tokens = max_batch_tokens
         self.max_batch_items = max_batch_items
         self.max_rows = max_rows
-        self._limits = CallerLimits(max_mixed_prefill_tokens, max_batch_tokens)
+        self._limits = CallerLimits(max_batch_tokens)
         step = Capacity(max_batch_tokens, max_batch_items, max_rows)
         self._queues = ForwardQueues(step, page_size, self._limits)
         # Plain decodes that are not queued.

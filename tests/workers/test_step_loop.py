@@ -29,8 +29,6 @@ from workers.operations import (
 )
 from workers.outputs import OutputSpec, Sampling, TokenMask
 from workers.runners.base import DeviceLostError
-from workers.scheduler import Scheduler
-from workers.step_loop import StepLoop
 
 # More than any of these has.
 MAX_SEQ_TOKENS = 1 << 10
@@ -214,25 +212,15 @@ def test_a_lost_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_limited_prefill_waits_for_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a step of the prefill alone would follow each step of decodes."""
-    engine = PagedAttentionExecutor.create(kv_pages=64).engine
-    for protected, waits in ((8, True), (None, False)):
-        results: list[Result | Decodes] = []
-        loop = StepLoop(
-            engine, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend, MAX_SEQ_TOKENS
-        )
-        asked: list[int] = []
+    for prompter, waits in ((2, True), (1, False)):
+        worker, asked = Worker(), list[int]()
+        worker.answers(dataclasses.replace(forward(1), caller=1))
+        prompt = Forward(9, 9, 0, list(range(300)), kind=Kind.PREFILL, prompt_len=300, caller=prompter)
+        worker.round(prompt, Forward(2, 1, 2, [7], kind=Kind.DECODE, caller=1))
         monkeypatch.setattr(
-            loop._window, "remaining_ns", lambda _now, waiting, asked=asked: asked.append(waiting) or 0
+            worker.loop._window, "remaining_ns", lambda _now, waiting, asked=asked: asked.append(waiting) or 0
         )
-        loop.submit([forward(1)])
-        loop.take()
-        loop._scheduler.add(
-            Forward(
-                op_id=9, sequence=9, position=0, token_ids=list(range(300)), kind=Kind.PREFILL, prompt_len=300
-            )
-        )
-        asked.clear()
-        loop.take()
+        worker.loop.take()
         assert bool(asked) is waits
 
 

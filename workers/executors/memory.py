@@ -19,7 +19,7 @@ from workers.runners.eager import EagerRunner
 from workers.runners.working_memory import measure_working_bytes
 
 # The tokens of a worker's steps if it is not told. 4096 of an 8B model are 0.07 s of an H100 at its peak.
-# Chunks beside decodes are shorter; see `max_mixed_prefill_tokens`.
+# Chunks beside decodes are shorter; see `workers.caller_limits`.
 GPU_STEP_TOKENS = 4096
 CPU_STEP_TOKENS = 512
 # The default of LoraLimits.max_rank on a GPU, where each adapter takes the memory of that rank.
