@@ -208,7 +208,7 @@ def main() -> None:
             vocab_size=_VOCABULARY,
         )
         model = str(make_model(shape, scratch))
-        disk = ["--kv-disk", str(scratch / "kv"), "--kv-disk-gb", "50", "--kv-disk-write-mb-per-s", "2000"]
+        disk = ["--kv-disk", str(scratch / "kv"), "--kv-disk-gb", "50"]
         flags = dict(zip(_SERVERS, (few, [*few, *disk], for_all), strict=True))
         gateways = {
             name: stack.enter_context(GatewayProcess(model=model, flags=own)) for name, own in flags.items()

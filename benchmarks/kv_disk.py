@@ -104,7 +104,7 @@ def restore(model: Path, scratch: Path, tokens: int, computed: int, *, cold: boo
     kv, rng = scratch / "kv", random.Random(1)
     text = [rng.randrange(1000) for _ in range(tokens)]
     pages, computed_pages = tokens // _PAGE_TOKENS, computed // _PAGE_TOKENS
-    flags = ["--kv-disk", str(kv), "--kv-disk-gb", "1000", "--kv-disk-write-mb-per-s", "2000"]
+    flags = ["--kv-disk", str(kv), "--kv-disk-gb", "1000"]
     flags += ["--data-dir", str(scratch / "data"), "--kv-pages", str(pages + 64)]
     with GatewayProcess(model=str(model), flags=flags) as gateway:
         _say(f"computes {computed} tokens")

@@ -250,11 +250,6 @@ class Config:
     kv_disk_gb: float = setting(
         16.0, "maximum size of all files in kv_disk, in 10^9 bytes", Range(0.001, 1_000_000)
     )
-    kv_disk_write_mb_per_s: float = setting(
-        256.0,
-        "maximum rate at which a worker writes to kv_disk, in 10^6 bytes per second",
-        Range(0.001, 1_000_000),
-    )
     batch_invariant: str = setting(
         "off",
         "results do not depend on the rest of the batch, bit by bit; models that cannot guarantee it are"

@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 # If no page was read for this long, forwards stop waiting for the disk, and nothing is read any more.
 PATIENCE_S = 10.0
+# What is written at most, on average: others use the disk, too.
+_WRITE_BYTES_PER_S = 256e6
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +72,7 @@ class KvDisk:
         files: PageFiles,
         *,
         max_bytes: int,
-        write_bytes_per_s: float,
+        write_bytes_per_s: float = _WRITE_BYTES_PER_S,
     ) -> None:
         """Store the pages of `table` from now on. `views`: see `KvTensors.stored_views`."""
         self._table, self._views, self._files = table, views, files

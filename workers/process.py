@@ -217,7 +217,6 @@ def _stored(executor: ModelExecutor, model: Path | None, config: WorkerConfig) -
             model,
             Path(config.kv_disk),
             max_bytes=int(config.kv_disk_gb * 1e9),
-            write_bytes_per_s=config.kv_disk_write_mb_per_s * 1e6,
         )
     return executor
 

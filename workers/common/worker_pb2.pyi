@@ -72,7 +72,7 @@ class Lease(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., silence_timeout_s: _Optional[float] = ..., config: _Optional[_Union[WorkerConfig, _Mapping]] = ..., secret: _Optional[str] = ...) -> None: ...
 
 class WorkerConfig(_message.Message):
-    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank", "workers", "tensor_parallel", "quantization", "kv_disk", "kv_disk_gb", "kv_disk_write_mb_per_s", "kv_cache_dtype", "draft_model", "head_dtype", "activation_quantization")
+    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank", "workers", "tensor_parallel", "quantization", "kv_disk", "kv_disk_gb", "kv_cache_dtype", "draft_model", "head_dtype", "activation_quantization")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -101,7 +101,6 @@ class WorkerConfig(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     KV_DISK_FIELD_NUMBER: _ClassVar[int]
     KV_DISK_GB_FIELD_NUMBER: _ClassVar[int]
-    KV_DISK_WRITE_MB_PER_S_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     HEAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -134,12 +133,11 @@ class WorkerConfig(_message.Message):
     quantization: str
     kv_disk: str
     kv_disk_gb: float
-    kv_disk_write_mb_per_s: float
     kv_cache_dtype: str
     draft_model: str
     head_dtype: str
     activation_quantization: str
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_disk: _Optional[str] = ..., kv_disk_gb: _Optional[float] = ..., kv_disk_write_mb_per_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., draft_model: _Optional[str] = ..., head_dtype: _Optional[str] = ..., activation_quantization: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_disk: _Optional[str] = ..., kv_disk_gb: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., draft_model: _Optional[str] = ..., head_dtype: _Optional[str] = ..., activation_quantization: _Optional[str] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("commands", "lease", "give_back", "refusal")

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_kv_disk(
-    executor: ModelExecutor, model: Path | None, directory: Path, *, max_bytes: int, write_bytes_per_s: float
+    executor: ModelExecutor, model: Path | None, directory: Path, *, max_bytes: int
 ) -> KvDisk | None:
     """The `KvDisk` that stores the KV of an executor. None, after a line in the log: it cannot be stored.
 
@@ -38,9 +38,7 @@ def open_kv_disk(
             bytes_wanted=IDENTITY_BYTES,
         )
         files = PageFiles(PageDirectory(directory, max_bytes), identity)
-        disk = KvDisk(
-            engine.kv_table, kv.stored_views, files, max_bytes=max_bytes, write_bytes_per_s=write_bytes_per_s
-        )
+        disk = KvDisk(engine.kv_table, kv.stored_views, files, max_bytes=max_bytes)
     except (OSError, ModelError) as error:
         _log.error("KV is not stored on disk: %s", error)
         return None
