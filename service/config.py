@@ -32,7 +32,6 @@ UNQUANTISED = "none"
 KV_CACHE_DTYPES = (AUTO, "bfloat16", "int8")
 QUANTIZATIONS = (UNQUANTISED, "q8_0", "q4_k_m", "q4_k", "q4_0")
 
-_DEFAULT_LEASE_S = 1800.0
 _MOST_CACHES = 1 << 24
 _Own = TypeVar("_Own", bound="ExtensionSettings")
 
@@ -296,7 +295,6 @@ class Config:
         Range(1, 1 << 24),
         group="limits",
     )
-    max_lease_s: float = setting(float(rules.DAY_S), "longest lease of a cache", Range(1, rules.YEAR_S))
     max_request_bytes: int = setting(16 * MIB, "maximum size of a request", rules.MESSAGE_BYTES)
     max_response_bytes: int = setting(64 * MIB, "maximum size of a response", rules.MESSAGE_BYTES)
     max_journal_bytes: int = setting(
@@ -374,6 +372,9 @@ class Config:
 
     # How long a call without a deadline may be queued. A caller who waits for less says so by its deadline.
     max_wait_s: float = 300.0
+    # The lease of a cache if its call gives none, and the longest one.
+    default_lease_s: float = 1800.0
+    max_lease_s: float = 7.0 * rules.DAY_S
     # Unanswered calls of one Session, beyond which the server reads no more from it.
     max_session_calls: int = 1024
     # Calls in one message of a Session.
@@ -421,11 +422,6 @@ class Config:
         """The configuration of one of several gateways of this host, with ports of its own."""
         own = {one.name: address for one, of, address in self.ports() if of == index and of}
         return self.with_values(own)
-
-    @property
-    def default_lease_s(self) -> float:
-        """The lease of a cache if its call gives none."""
-        return min(_DEFAULT_LEASE_S, self.max_lease_s)
 
     @property
     def max_caches(self) -> int:

@@ -34,7 +34,6 @@ _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 MAX_WORKERS = 256
 MAX_PORT = 65_535
 DAY_S = 86_400
-YEAR_S = 365 * DAY_S
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

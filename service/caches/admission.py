@@ -39,7 +39,7 @@ class Limits:
 
     max_queued_operations: int = 4096
     default_lease_s: float = 1800.0
-    max_lease_s: float = 86_400.0
+    max_lease_s: float = 604_800.0
     max_caches: int = 65_536
     max_journal_bytes: int = 1 << 28
     # How long an operation may wait before a worker starts it, whatever its deadline is.
