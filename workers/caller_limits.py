@@ -27,8 +27,10 @@ _MAX_FREE_COST = 1 << 20
 _PROBE_INTERVAL = 8
 # A caller that wants at most 1 / _TOLERANCE more than its share gets all of it in one step.
 _TOLERANCE = 4
-# Prompts always get a page, so that they make progress.
+# Prompts always get a page, so that they make progress, and 1 / _LEAST_SHARE of the largest step: on a GPU a
+# step with a chunk can take twice as long as one of decodes, whatever the chunk's size.
 _MIN_PROMPT_TOKENS = 16
+_LEAST_SHARE = 32
 # Until step times are known, 1 / _UNKNOWN_SHARE of a step is for prompts.
 _UNKNOWN_SHARE = 8
 # The weight of older measurements decreases by this factor with each step.
@@ -148,4 +150,5 @@ class CallerLimits:
         tokens = self.times.prompt_tokens(max(sum(costs.values()) for costs in self._decoded))
         if tokens is None:
             tokens = self._max_batch_tokens // _UNKNOWN_SHARE
-        return int(min(max(tokens, _MIN_PROMPT_TOKENS), self._max_batch_tokens))
+        least = max(_MIN_PROMPT_TOKENS, self._max_batch_tokens // _LEAST_SHARE)
+        return int(min(max(tokens, least), self._max_batch_tokens))

@@ -214,3 +214,15 @@ def test_a_batch_that_is_little_more_than_its_share_is_not_split() -> None:
     assert len(model.step()) == 31
     model.add(GREEDY, 32)
     assert [len(model.step()) for _ in range(20)] == [32] * 20
+
+
+@pytest.mark.parametrize(("max_batch_tokens", "least"), [(4096, 128), (512, 16), (8, 8)])
+def test_where_any_chunk_doubles_a_step_prompts_get_a_32nd_of_the_largest(
+    max_batch_tokens: int, least: int
+) -> None:
+    limits = CallerLimits(max_batch_tokens)
+    limits.record_decodes({1: 2})
+    for _ in range(8):
+        limits.times.add(2, 500_000)
+        limits.times.add_prompts(16, 2, 100_000_000)
+    assert limits.max_prompt_tokens([2]) == least
