@@ -187,11 +187,11 @@ def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best:
 
 
 def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Apply masks, biases, penalties and limits to copy [C, V]. Returns what `cut` does.
+    """Apply masks, biases, penalties and limits to copy [C, V]. Returns what `apply_limits` does.
 
     What is kept is [C] the last logit and the last id of it; None: everything.
     """
-    from kernels.cuda import sampling_adjust, sampling_cut  # noqa: PLC0415 - as in choose_tokens
+    from kernels.cuda import sampling_adjust, sampling_limits  # noqa: PLC0415 - as in choose_tokens
 
     if "words" in columns:
         sampling_adjust.apply_masks(copy, columns["mask_rows"], columns["words"])
@@ -204,7 +204,7 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
     if "counts" in columns:
         sampling_adjust.apply_penalties(copy, *(columns[name] for name in _PENALTY_COLUMNS))
     limits = {name: columns[name] for name in outputs.LIMITS if name in columns}
-    return sampling_cut.cut(copy, columns["temperatures"], **limits) if limits else (None, None)
+    return sampling_limits.apply_limits(copy, columns["temperatures"], **limits) if limits else (None, None)
 
 
 def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:

@@ -19,8 +19,8 @@ from kernels.cuda import (
     advance,
     sampling,
     sampling_adjust,
-    sampling_cut,
     sampling_drafts,
+    sampling_limits,
     sampling_weight,
 )
 from kernels.cuda.experts import FEW_PAIRS
@@ -224,7 +224,7 @@ def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
         sampling_adjust.count_histories(counts, _integers(5, dtype=torch.int32), keys, keys, keys)
         sampling_adjust.apply_penalties(copy, keys, counts, *[temperatures] * 3)
         limits = {name: _like(neutral, rows) for name, neutral in NEUTRAL_LIMITS.items()}
-        found = sampling_cut.cut(copy, temperatures, **limits)
+        found = sampling_limits.apply_limits(copy, temperatures, **limits)
         drawn_from = _reals(rows, vocab_size)
         without: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         for cuts in (without, found):

@@ -18,7 +18,8 @@ from kernels.cuda.sampling_adjust import (
     count_histories,
     count_next,
 )
-from kernels.cuda.sampling_cut import BLOCK, SPAN, cut, find_cuts
+from kernels.cuda.sampling_cut import BLOCK, SPAN, find_cuts
+from kernels.cuda.sampling_limits import apply_limits
 from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
 from workers.counter_rng import gumbel, mix_key
@@ -295,7 +296,7 @@ def typical_of(logits: torch.Tensor, limits: list[Limits], typical_ps: list[floa
     columns = torch.tensor(limits, dtype=torch.float64, device=logits.device).T.contiguous()
     shares = torch.tensor(typical_ps, dtype=torch.float64, device=logits.device)
     named = {"top_k": columns[1].int(), "top_p": columns[2], "min_p": columns[3], "typical_p": shares}
-    return kept_by(logits, Cuts(*cut(logits, columns[0], **named)))
+    return kept_by(logits, Cuts(*apply_limits(logits, columns[0], **named)))
 
 
 @pytest.mark.usefixtures("_spans")
