@@ -15,7 +15,7 @@ from tests.model_factory import TinyModel, make_family_model, make_model
 from workers import batch
 from workers.decodes import NO_DECODES, Decodes
 from workers.operations import Chunk, Forward
-from workers.outputs import OutputSpec, RowChoice, Sampling
+from workers.outputs import LIMITS, OutputSpec, RowChoice, Sampling
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow
 
@@ -23,9 +23,7 @@ from workers.sampling import SamplingRow
 SAME_WORK = {
     OutputSpec: {"row_weight", "is_plain", "is_token_only", "end_token_ids"},
     # What limits a draw is launched together, as are all penalties.
-    Sampling: {
-        *("seed", "penalty_from", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
-    },
+    Sampling: {"seed", "penalty_from", "frequency_penalty", "presence_penalty", *LIMITS} - {"top_p"},
     RowChoice: {"mask"},  # that of the output is applied by the same kernel
 }
 
