@@ -26,8 +26,9 @@ from service.extensions.providers.dialects.base import refuse
 from service.extensions.providers.dialects.openai import Completions
 from workers import operations, outputs, wire
 from workers.common import worker_pb2
-from workers.device_sampling import limits
+from workers.device_sampling import is_simple, limits
 from workers.forward_options import ModelSizes
+from workers.sampling import SamplingRow
 
 NAMES = [setting.name for setting in SETTINGS]
 each = pytest.mark.parametrize("setting", SETTINGS, ids=NAMES)
@@ -121,5 +122,6 @@ def test_a_worker_computes_with_it(setting: Setting) -> None:
     assert getattr(outputs.Sampling(), setting.name) == setting.neutral
     if setting.name in outputs.LIMITS:
         drawn: Any = {"temperature": 1.0, setting.name: other_value(setting)}
-        (column,) = limits([outputs.Sampling(**drawn)])[setting.name].tolist()
-        assert column == other_value(setting)
+        limited = outputs.Sampling(**drawn)
+        (column,) = limits([limited])[setting.name].tolist()
+        assert column == other_value(setting) and not is_simple(SamplingRow(limited))

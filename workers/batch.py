@@ -24,7 +24,7 @@ from workers.models.inputs import (
     depths_and_ancestors,
 )
 from workers.operations import Chunk
-from workers.outputs import GREEDY, OutputSpec, RowChoice, Sampling
+from workers.outputs import GREEDY, OutputSpec, Sampling, VerifyRow
 from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
@@ -32,7 +32,7 @@ Tables = NDArray[np.int32]
 # Returns the tokens of the sequence of the decode with this index, including the decode's own token.
 HistoryOf = Callable[[Decodes, int], NDArray[np.int64]]
 
-_NO_OWN_CHOICE = RowChoice()
+_NO_OWN_CHOICE = VerifyRow()
 _GREEDY_ROW = SamplingRow()
 _NO_TABLES: Tables = np.zeros((0, 0), np.int32)
 

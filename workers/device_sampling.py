@@ -6,7 +6,7 @@ sends all settings, and one returns which rows have no valid choice. Tokens stay
 
 Compared with the CPU, greedy choices are the same with all settings. So are the logits after bias and
 penalties, bit by bit. Draws are the same unless float64 rounding decides: two scores within about 1e-14 of
-each other, or a token at the very edge of top_p or min_p (see `kernels.cuda.sampling_cut`).
+each other, or a token at the very edge of a limit (see `kernels.cuda.sampling_cut`).
 
 Dimension letters: R rows; V vocabulary; C rows that are copied; M masks; W words of a mask; N biases; P rows
 with penalties; H tokens of their histories.
@@ -29,8 +29,8 @@ from workers.outputs import Sampling
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 _GREEDY = Sampling()
-# For each of `outputs.LIMITS` what its column has where it does not matter, with the type of the column.
-LIMITS: Mapping[str, np.int32 | np.float64] = {
+# For each of `outputs.LIMITS` the value that leaves nothing out, with the type of its column.
+NEUTRAL_LIMITS: Mapping[str, np.int32 | np.float64] = {
     name: (np.int32 if isinstance(getattr(_GREEDY, name), int) else np.float64)(getattr(_GREEDY, name))
     for name in outputs.LIMITS
 }
@@ -187,11 +187,11 @@ def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best:
 
 
 def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Apply masks, biases and penalties to copy [C, V]. Returns what `find_cuts` finds then, if anything can.
+    """Apply masks, biases, penalties and limits to copy [C, V]. Returns what `apply_limits` does.
 
     What is kept is [C] the last logit and the last id of it; None: everything.
     """
-    from kernels.cuda import sampling_adjust, sampling_cut  # noqa: PLC0415 - as in choose_tokens
+    from kernels.cuda import sampling_adjust, sampling_limits  # noqa: PLC0415 - as in choose_tokens
 
     if "words" in columns:
         sampling_adjust.apply_masks(copy, columns["mask_rows"], columns["words"])
@@ -203,8 +203,8 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
         columns = {**columns, "counts": counts}
     if "counts" in columns:
         sampling_adjust.apply_penalties(copy, *(columns[name] for name in _PENALTY_COLUMNS))
-    limits = {name: columns[name] for name in LIMITS if name in columns}
-    return sampling_cut.cut(copy, columns["temperatures"], **limits) if limits else (None, None)
+    limits = {name: columns[name] for name in outputs.LIMITS if name in columns}
+    return sampling_limits.apply_limits(copy, columns["temperatures"], **limits) if limits else (None, None)
 
 
 def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:
@@ -233,13 +233,13 @@ def _draws(rows: Sequence[SamplingRow]) -> Columns:
 
 
 def limits(specs: Sequence[Sampling]) -> Columns:
-    """[C] for each of LIMITS. None of them if they matter to no row."""
+    """[C] for each of `outputs.LIMITS`. None of them if they matter to no row."""
     if not any(spec.is_limited for spec in specs):
         return {}
     limited = [spec if spec.is_limited else _GREEDY for spec in specs]
     return {
         name: np.array([min(getattr(spec, name), _INT32_MAX) for spec in limited], dtype=neutral.dtype)
-        for name, neutral in LIMITS.items()
+        for name, neutral in NEUTRAL_LIMITS.items()
     }
 
 

@@ -23,9 +23,9 @@ from workers.outputs import (
     DraftProbabilities,
     HiddenSpec,
     OutputSpec,
-    RowChoice,
     Sampling,
     TokenMask,
+    VerifyRow,
 )
 
 # More tokens than any vocabulary has.
@@ -201,8 +201,8 @@ def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
     return Sampling(**given | {"logit_bias": dict(message.logit_bias)})
 
 
-def _to_choice(message: types_pb2.VerifyRow, vocab_size: int) -> RowChoice:
-    return RowChoice(
+def _to_choice(message: types_pb2.VerifyRow, vocab_size: int) -> VerifyRow:
+    return VerifyRow(
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
         draft=_to_draft(message.draft) if message.HasField("draft") else None,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workers.common.worker_pb2 import WorkerEvent
-from workers.outputs import GREEDY, OutputSpec, RowChoice, RowOutput
+from workers.outputs import GREEDY, OutputSpec, RowOutput, VerifyRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,7 +97,7 @@ class Forward:
     prelaunch: int = 0
     scored: int = 0
     # One for each token, or empty.
-    choices: Sequence[RowChoice] = ()
+    choices: Sequence[VerifyRow] = ()
     # If not empty, the tokens are a tree (`token_trees`), and all of its rows are computed.
     parents: Sequence[int] = ()
     # For each seed an extra token is drawn from the last row, if that has an output.

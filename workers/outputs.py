@@ -96,7 +96,7 @@ class DraftProbabilities:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowChoice:
+class VerifyRow:
     """The settings of one row of a verify: its mask, and the distribution of the next draft."""
 
     mask: TokenMask | None = None

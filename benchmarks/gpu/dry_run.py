@@ -19,13 +19,13 @@ from kernels.cuda import (
     advance,
     sampling,
     sampling_adjust,
-    sampling_cut,
     sampling_drafts,
+    sampling_limits,
     sampling_weight,
 )
 from kernels.cuda.experts import FEW_PAIRS
 from kernels.few_rows_tiles import Tiles
-from workers.device_sampling import LIMITS
+from workers.device_sampling import NEUTRAL_LIMITS
 from workers.kv.states import EMPTY, FROM_START, Held, StateRun
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_kernels
@@ -224,8 +224,8 @@ def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
         counts = _integers(rows, vocab_size, dtype=torch.int32)
         sampling_adjust.count_histories(counts, _integers(5, dtype=torch.int32), keys, keys, keys)
         sampling_adjust.apply_penalties(copy, keys, counts, *[temperatures] * 3)
-        limits = {name: _like(neutral, rows) for name, neutral in LIMITS.items()}
-        found = sampling_cut.cut(copy, temperatures, **limits)
+        limits = {name: _like(neutral, rows) for name, neutral in NEUTRAL_LIMITS.items()}
+        found = sampling_limits.apply_limits(copy, temperatures, **limits)
         drawn_from = _reals(rows, vocab_size)
         without: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         for cuts in (without, found):

@@ -291,8 +291,8 @@ void choose(RowArguments& a, int64_t vocab, Memory& memory) {
   if (softmax.best == kHidden) return;
   tokens = drawable(a, tokens, softmax, memory);
   a.candidates = tokens.count;
-  // 0, unless typical_p has left out the most likely token.
-  const double most = a.limits.typical_p < 1 ? softmax.log_weight(largest(tokens)) : 0;
+  // 0, unless the most likely token has been left out.
+  const double most = tokens.count < vocab ? softmax.log_weight(largest(tokens)) : 0;
   const double total = a.logprobs != nullptr || a.drafts > 0 ? softmax.total(tokens.values, tokens.count) : 0;
   for (int64_t i = 0; i < a.draws; i++) {
     if (a.keys != nullptr) a.tokens[i] = draw(tokens, softmax, most, a.keys[i]);

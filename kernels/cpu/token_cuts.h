@@ -1,6 +1,6 @@
-// Which tokens of a row top_k, top_p, min_p and typical_p keep, without sorting the row.
+// Which tokens of a row the limits of a draw keep, without sorting the row.
 //
-// Tokens are ordered by logit, the largest first, and by id among equals. Each setting keeps the first ones of this
+// Tokens are ordered by logit, the largest first, and by id among equals. Each limit keeps the first ones of this
 // order, but for typical_p, which keeps the first ones of another. What is kept is copied to a list, in the order of ids.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace quire {
 
 constexpr float kLowest = -std::numeric_limits<float>::max();  // what is not forbidden reaches it
 
-// The settings that leave out tokens, in the order in which they are applied: LIMITS in sampling.py.
+// The settings that leave out tokens, in the order in which they are applied: LIMITS in workers/outputs.py.
 struct Limits {
   int64_t top_k;  // 0: none
   double top_p, min_p, typical_p;

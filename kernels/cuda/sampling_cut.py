@@ -1,7 +1,7 @@
-"""Finds which tokens of a row of logits top_k, top_p, min_p and typical_p keep, without sorting the row.
+"""Finds which tokens of a row of logits top_k, top_p and min_p keep, without sorting the row.
 
-Tokens are ordered by logit, the largest first, and by id among equals. Each of the first three settings
-keeps a prefix of this order. So the result is the last token that is kept: a logit and an id.
+Tokens are ordered by logit, the largest first, and by id among equals. Each of these settings keeps a prefix
+of this order. So the result is the last token that is kept: a logit and an id.
 
 A row has many programs, each with a span of its tokens, in three launches that read the row:
 
@@ -13,10 +13,6 @@ A row has many programs, each with a span of its tokens, in three launches that 
 There are few candidates in most rows. In a fourth launch a program of each row finds the last token kept, by
 bisection over them. Logits are compared and bisected as integers in the same order ("codes"). Rows without
 limits are left alone by all but the last, which notes so.
-
-What typical_p keeps is no prefix of this order. A fifth launch, a program for each row, rules out the other
-tokens in the logits themselves. It bisects the distances of log-weights from their mean, with one reading of
-the row for each step.
 
 Exact for top_k. Weights and their sums are float64: top_p keeps what exact arithmetic keeps unless the weight
 before some token, as a share of all, is within V * 2**-53 of p (2e-11 for 152k tokens), and min_p unless a
@@ -42,9 +38,8 @@ BLOCK = 2048
 # The tokens of a span: a multiple of BLOCK.
 SPAN = 4 * BLOCK
 
-_LOWEST = tl.constexpr(
-    -3.4028234663852886e38
-)  # the smallest finite float32: what is not forbidden reaches it
+# The smallest finite float32: what is not forbidden reaches it.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 _ANY_ID = tl.constexpr(2147483647)
 
 
@@ -130,7 +125,7 @@ def reach(best, temperature, distance: tl.constexpr):
 
     However it rounds: what counts is that candidates are bounded by the very value that was summed from.
     """
-    return tl.maximum(best.to(tl.float64) - distance * temperature, _LOWEST).to(tl.float32)
+    return tl.maximum(best.to(tl.float64) - distance * temperature, LOWEST).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -182,7 +177,7 @@ def bound_kernel(
         for other in range(1, spans):
             theirs = candidates + (index * spans + other) * SPAN
             lanes = tl.maximum(lanes, tl.load(theirs + tl.arange(0, BLOCK)))
-        low = ordered(tl.full([], _LOWEST, tl.float32))
+        low = ordered(tl.full([], LOWEST, tl.float32))
         bound = kth_of_lanes(lanes.to(tl.int64), top_k, low, ordered(best))
         tl.store(bounds + index, unordered(bound))
     if has_p & ((top_k <= 0) | (top_k >= vocab)):
@@ -215,7 +210,7 @@ def top_p_bound(sums, best, temperature, top_p, spans, PADDED: tl.constexpr):
     middle = tl.sum(tl.load(sums + span * 4 + 1, mask=span < spans, other=0.0), 0)
     far = tl.sum(tl.load(sums + span * 4 + 2, mask=span < spans, other=0.0), 0)
     limit = top_p * tl.sum(tl.load(sums + span * 4 + 3, mask=span < spans, other=0.0), 0)
-    bound = tl.where(far >= limit, reach(best, temperature, 12), _LOWEST)
+    bound = tl.where(far >= limit, reach(best, temperature, 12), LOWEST)
     bound = tl.where(middle >= limit, reach(best, temperature, 6), bound)
     return tl.where(near >= limit, reach(best, temperature, 3), bound), limit
 
@@ -347,7 +342,7 @@ def nth_id(
 @triton.jit
 def likely_from(best, temperature, min_p):
     """The smallest float32 whose weight is at least min_p."""
-    low = ordered(tl.full([], _LOWEST, tl.float32))
+    low = ordered(tl.full([], LOWEST, tl.float32))
     high = ordered(best)
     while low < high:
         middle = low + (high - low) // 2
@@ -416,95 +411,6 @@ def cut_kernel(
     tl.store(out_ids + index, cut_id)
 
 
-@triton.jit
-def distances_of(row, ids, vocab, cut, cut_id, best, temperature, mean):
-    """For some tokens: whether they are kept so far, their weights, and how far these are from the mean."""
-    values = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
-    kept = ((values > cut) | ((values == cut) & (ids <= cut_id))) & (values >= _LOWEST)
-    log_weights = (tl.where(kept, values, best).to(tl.float64) - best.to(tl.float64)) / temperature
-    return kept, tl.where(kept, tl.exp(log_weights), 0.0), tl.abs(log_weights - mean)
-
-
-@triton.jit
-def largest_of(row, vocab, BLOCK: tl.constexpr):
-    """The largest logit of a row, at least the smallest finite one."""
-    lanes = tl.full([BLOCK], _LOWEST, tl.float32)
-    for first in range(0, vocab, BLOCK):
-        ids = first + tl.arange(0, BLOCK)  # [BLOCK]
-        lanes = tl.maximum(lanes, tl.load(row + ids, mask=ids < vocab, other=float("-inf")))
-    return tl.max(lanes, 0)
-
-
-@triton.jit
-def mean_log_weight(row, vocab, cut, cut_id, best, temperature, BLOCK: tl.constexpr):
-    """The mean log-weight of the tokens that are kept so far, and the sum of their weights."""
-    total = tl.zeros([BLOCK], tl.float64)
-    product = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, vocab, BLOCK):
-        ids = first + tl.arange(0, BLOCK)  # [BLOCK]
-        # Log-weights are not positive.
-        _kept, weights, below = distances_of(row, ids, vocab, cut, cut_id, best, temperature, 0.0)
-        total += weights
-        product -= weights * below
-    return tl.sum(product, 0) / tl.sum(total, 0), tl.sum(total, 0)
-
-
-@triton.jit
-def around(row, vocab, cut, cut_id, best, temperature, mean, distance, BLOCK: tl.constexpr):
-    """The weight of the tokens up to this distance, the largest distance of these, and the next one."""
-    weight = tl.zeros([BLOCK], tl.float64)
-    below = tl.full([BLOCK], 0.0, tl.float64)
-    above = tl.full([BLOCK], float("inf"), tl.float64)
-    for first in range(0, vocab, BLOCK):
-        ids = first + tl.arange(0, BLOCK)  # [BLOCK]
-        kept, weights, distances = distances_of(row, ids, vocab, cut, cut_id, best, temperature, mean)
-        near = kept & (distances <= distance)
-        weight += tl.where(near, weights, 0.0)
-        below = tl.maximum(below, tl.where(near, distances, 0.0))
-        above = tl.minimum(above, tl.where(kept & (distances > distance), distances, float("inf")))
-    return tl.sum(weight, 0), tl.max(below, 0), tl.min(above, 0)
-
-
-@triton.jit
-def typical_kernel(
-    logits,  # [R, V], mutated
-    temperatures,  # [R]
-    typical_ps,  # [R]
-    cut_values,  # [R]
-    cut_ids,  # [R]
-    logits_stride,
-    vocab,
-    BLOCK: tl.constexpr,
-):
-    """Rule out the tokens of one row that typical_p leaves out."""
-    index = tl.program_id(0).to(tl.int64)
-    typical_p = tl.load(typical_ps + index).to(tl.float64)
-    if typical_p < 1:
-        row = logits + index * logits_stride
-        best = largest_of(row, vocab, BLOCK)
-        temperature = temperature_of(temperatures, index)
-        cut = tl.load(cut_values + index)
-        cut_id = tl.load(cut_ids + index)
-        mean, total = mean_log_weight(row, vocab, cut, cut_id, best, temperature, BLOCK)
-        # The last distance that is kept is from `low` to `high`, which are distances of tokens.
-        weight, below, low = around(row, vocab, cut, cut_id, best, temperature, mean, -1.0, BLOCK)
-        weight, high, above = around(row, vocab, cut, cut_id, best, temperature, mean, float("inf"), BLOCK)
-        while low < high:
-            middle = low + (high - low) / 2
-            middle = tl.where(middle < high, middle, low)
-            weight, below, above = around(row, vocab, cut, cut_id, best, temperature, mean, middle, BLOCK)
-            enough = weight >= typical_p * total
-            high = tl.where(enough, below, high)
-            low = tl.where(enough, low, above)
-        for first in range(0, vocab, BLOCK):
-            ids = first + tl.arange(0, BLOCK)  # [BLOCK]
-            kept, _weights, distances = distances_of(row, ids, vocab, cut, cut_id, best, temperature, mean)
-            tl.store(row + ids, float("-inf"), mask=kept & (distances > high))
-
-
-_TYPICAL = Variant(typical_kernel, {"BLOCK": BLOCK}, num_warps=16, num_stages=1)
-
-
 @cache
 def _variants(spans: int, span: int) -> tuple[Variant, Variant, Variant, Variant]:
     """The variants of the four launches, in order. `span`: SPAN."""
@@ -516,33 +422,6 @@ def _variants(spans: int, span: int) -> tuple[Variant, Variant, Variant, Variant
         Variant(gather_kernel, padded, num_warps=8, num_stages=1),
         Variant(cut_kernel, padded, num_warps=16, num_stages=1),
     )
-
-
-def cut(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    *,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    typical_p: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all of `workers.outputs.LIMITS` leave of each row: the values and ids of `find_cuts`.
-
-    Mutates `logits`: tokens that typical_p leaves out become -infinity.
-
-    Args:
-        logits: [R or more, V] as for `find_cuts`.
-        temperatures, top_k, top_p, min_p, typical_p: [R].
-    """
-    cut_ids = torch.empty_like(top_k)
-    cut_values = torch.empty_like(cut_ids, dtype=torch.float32)
-    rows = logits[: len(cut_ids)]
-    find_cuts(rows, temperatures, top_k, top_p, min_p, cut_values, cut_ids)
-    if len(rows):
-        settings = temperatures, typical_p, cut_values, cut_ids
-        _TYPICAL.launch((len(rows),), rows, *settings, rows.stride(0), rows.shape[1])
-    return cut_values, cut_ids
 
 
 def find_cuts(

@@ -107,7 +107,10 @@ def _refusing_other_options(run: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         launched = self.fn.__name__, kwargs.get("num_warps"), kwargs.get("num_stages")
         if self.fn.__module__.startswith("kernels.cuda."):
-            assert launched in shipped_options(), f"{launched} is not compiled by the compile gate"
+            assert launched in shipped_options(), (
+                f"{launched} is not compiled by the compile gate: "
+                "python -m tests.kernels.cuda.compile_gate --record, after a change of kernels"
+            )
         return run(self, *args, **kwargs)
 
     return checked

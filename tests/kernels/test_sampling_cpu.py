@@ -13,6 +13,7 @@ import torch
 
 from kernels.cpu import sampling as compiled
 from tests.kernels.instruction_sets import need_compiled
+from tests.workers.sampling_reference import any_limits
 from workers.distribution import apply_drafts, sampled_logprobs
 from workers.outputs import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import Draft, SamplingRow, choose_tokens
@@ -52,9 +53,7 @@ def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
 
     spec = Sampling(
         temperature=either(0, 0.01, 0.7, 1, 5),
-        top_k=int(either(0, 0, 1, 7, vocab // 2 + 1)),
-        top_p=either(1, 1, 0.9, 0.3, 1e-9),
-        min_p=either(0, 0, 0.05, 1),
+        **any_limits(rng, vocab),
         repetition_penalty=either(1, 1.3),
         frequency_penalty=either(0, 0.4),
         presence_penalty=either(0, -0.4),
@@ -62,7 +61,6 @@ def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
         if vocab > 1 and rng.random() < 0.3
         else {},
         seed=int(rng.integers(2**62)),
-        typical_p=either(1, 1, 0.9, 0.2, 1e-9),
     )
     allowed = rng.integers(0, vocab, vocab // 2 + 1).tolist()
     return SamplingRow(

@@ -1,12 +1,14 @@
-"""What settings do to logits, one token at a time; for tests of the choice on any device."""
+"""What settings do to logits and which tokens they keep, by their definitions; for tests of any device."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
+import torch
 
-from workers.outputs import Sampling, TokenMask
+from workers.outputs import LIMITS, Sampling, TokenMask
 from workers.sampling import SamplingRow
 
 INF = float("inf")
@@ -49,3 +51,34 @@ def adjust(logits: list[float], row: SamplingRow) -> list[float]:
             value = as_float32(value - (count[token] * spec.frequency_penalty + spec.presence_penalty))
         result.append(value)
     return result
+
+
+def kept_tokens(logits: torch.Tensor, spec: Sampling) -> torch.Tensor:
+    """Which tokens `outputs.LIMITS` keep of a row after mask, bias and penalties: their ids, ascending."""
+    values, ids = logits.double().sort(descending=True, stable=True)
+    log_weight = (logits.double() - values[0]) / spec.temperature
+    weight = log_weight.exp()
+    ids = ids[values > -INF][: spec.top_k or None]
+    if spec.top_p < 1:
+        before = weight[ids].cumsum(0) - weight[ids]
+        ids = ids[before < spec.top_p * weight[ids].sum()]
+    ids = ids[weight[ids] >= spec.min_p]
+    if spec.typical_p < 1:
+        logprob = log_weight[ids].log_softmax(0)
+        entropy = -(logprob.exp() * logprob).sum()
+        distance = (-logprob - entropy).abs()
+        nearest = distance.argsort()
+        is_short = logprob[nearest].exp().cumsum(0) < spec.typical_p
+        ids = ids[distance <= distance[nearest[: 1 + int(is_short.sum())]].max()]
+    return ids.sort().values
+
+
+def any_limits(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
+    """A value of each of `outputs.LIMITS`: mild, extreme, or, half of the time, one that keeps everything."""
+    values: dict[str, list[float]] = {
+        "top_k": [0, 0, 0, 1, 7, vocab // 2 + 1],
+        "top_p": [1.0, 1.0, 1.0, 0.9, 0.3, 1e-9],
+        "min_p": [0.0, 0.0, 0.0, 0.02, 0.05, 1.0],
+        "typical_p": [1.0, 1.0, 1.0, 0.9, 0.2, 1e-9],
+    }
+    return {name: rng.choice(values[name]).item() for name in LIMITS}

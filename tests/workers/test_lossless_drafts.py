@@ -19,7 +19,7 @@ from tests.workers.sampling_reference import adjust
 from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
 from workers.operations import Accept, Chunk, Forward, Kind
-from workers.outputs import DataType, DraftProbabilities, OutputSpec, RowChoice, Sampling, TokenMask
+from workers.outputs import DataType, DraftProbabilities, OutputSpec, Sampling, TokenMask, VerifyRow
 from workers.sampling import SamplingRow
 
 VOCAB, SAMPLES, AT_ONCE = 12, 4_000, 125
@@ -66,9 +66,9 @@ def test_tokens_are_as_likely_as_without_drafts(engine: Engine, is_tree: bool) -
     drafts = [DraftProbabilities(None, each) for each in proposed]
     # A chain of two, or two children and two of the first of them.
     parents, depths = ((0, 0, 1, 1), (0, 0, 1, 1)) if is_tree else ((), (0, 1))
-    rows = [RowChoice(MASKS[0], drafts[0]), RowChoice(MASKS[1], drafts[1]), RowChoice(MASKS[1])]
+    rows = [VerifyRow(MASKS[0], drafts[0]), VerifyRow(MASKS[1], drafts[1]), VerifyRow(MASKS[1])]
     if is_tree:
-        rows = [rows[0], rows[1], rows[2], RowChoice(MASKS[0]), RowChoice(MASKS[0])]
+        rows = [rows[0], rows[1], rows[2], VerifyRow(MASKS[0]), VerifyRow(MASKS[0])]
     engine.begin(prompt := Forward(1, 1, 0, PROMPT[:-1], rows=0))
     engine.execute([Chunk(prompt, 0, 3)])
     engine.complete(prompt)
@@ -89,7 +89,7 @@ def test_tokens_are_as_likely_as_without_drafts(engine: Engine, is_tree: bool) -
                     output=OutputSpec(sampling=settings_of(number)),
                     accept=Accept.CHOSEN,
                     kind=Kind.VERIFY,
-                    choices=rows if is_tree else [*rows[:2], RowChoice(MASKS[0])],
+                    choices=rows if is_tree else [*rows[:2], VerifyRow(MASKS[0])],
                     parents=parents,
                 )
             )

@@ -21,7 +21,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
+from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust, kept_tokens
 from workers.counter_rng import gumbel, mix_key
 from workers.outputs import Sampling, TokenMask
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, choose_tokens
@@ -154,22 +154,12 @@ def test_all_settings_and_combinations(batch: tuple[list[list[float]], list[Samp
     assert given_logits.tolist() == torch.tensor(logits).tolist()
 
 
-def large_reference(logits: np.ndarray[tuple[int], np.dtype[np.float32]], row: SamplingRow) -> int:
-    """A large vocabulary: everything sorted, and noise for every token."""
+def large_reference(logits: torch.Tensor, row: SamplingRow) -> int:
+    """A large vocabulary: everything sorted, and noise for every token that is kept."""
     spec = row.spec or Sampling()
-    order = np.lexsort((np.arange(len(logits)), -logits))[: spec.top_k or None]
-    log_weight = (logits[order].astype(np.float64) - float(logits.max())) / spec.temperature
-    weight = np.exp(log_weight)
-    in_top_p = np.cumsum(weight) - weight < spec.top_p * weight.sum() if spec.top_p < 1 else weight >= 0
-    kept = np.flatnonzero(in_top_p & (weight >= spec.min_p))
-    if spec.typical_p < 1:
-        logprob = log_weight[kept] - np.log(weight[kept].sum())
-        distance = np.abs(-logprob + (np.exp(logprob) * logprob).sum())
-        nearest = np.argsort(distance)
-        total = np.cumsum(np.exp(logprob[nearest]))
-        kept = np.sort(kept[nearest[: 1 + np.count_nonzero(total < spec.typical_p)]])
-    noise = gumbel(mix_key(spec.seed, row.position), order[kept])
-    return int(order[kept[np.argmax(log_weight[kept] + noise)]])
+    kept = kept_tokens(logits, spec)
+    noise = gumbel(mix_key(spec.seed, row.position), kept.numpy())
+    return int(kept[(logits[kept].double() / spec.temperature + torch.from_numpy(noise)).argmax()])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +183,7 @@ def large_reference(logits: np.ndarray[tuple[int], np.dtype[np.float32]], row: S
 def test_shortcuts_over_a_large_vocabulary_change_no_token(spec: Sampling, spread: float) -> None:
     logits = torch.randn(24, 20_011, generator=torch.Generator().manual_seed(3)) * spread
     rows = [SamplingRow(replace(spec, seed=seed), position=seed * 7) for seed in range(24)]
-    expected = [large_reference(values.numpy(), row) for values, row in zip(logits, rows, strict=True)]
+    expected = [large_reference(values, row) for values, row in zip(logits, rows, strict=True)]
     assert choose_tokens(logits, rows).tolist() == expected
 
 

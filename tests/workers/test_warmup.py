@@ -15,7 +15,7 @@ from tests.model_factory import TinyModel, make_family_model, make_model
 from workers import batch
 from workers.decodes import NO_DECODES, Decodes
 from workers.operations import Chunk, Forward
-from workers.outputs import OutputSpec, RowChoice, Sampling
+from workers.outputs import LIMITS, OutputSpec, Sampling, VerifyRow
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow
 
@@ -23,10 +23,8 @@ from workers.sampling import SamplingRow
 SAME_WORK = {
     OutputSpec: {"row_weight", "is_plain", "is_token_only", "end_token_ids"},
     # What limits a draw is launched together, as are all penalties.
-    Sampling: {
-        *("seed", "penalty_from", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
-    },
-    RowChoice: {"mask"},  # that of the output is applied by the same kernel
+    Sampling: {"seed", "penalty_from", "frequency_penalty", "presence_penalty", *LIMITS} - {"top_p"},
+    VerifyRow: {"mask"},  # that of the output is applied by the same kernel
 }
 
 
@@ -41,7 +39,7 @@ class Seen:
     """What was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fields: dict[type, set[str]] = {OutputSpec: set(), Sampling: set(), RowChoice: set()}
+        self.fields: dict[type, set[str]] = {OutputSpec: set(), Sampling: set(), VerifyRow: set()}
         self.forwards: list[Forward] = []
         # Whether drafts are kept by distributions with and without top_k, top_p or min_p.
         self.drafts: set[bool] = set()
@@ -71,7 +69,7 @@ class Seen:
         if output.sampled_logprob:
             self.sampled.add(output.sampling is not None and output.sampling.top_p < 1)
         for choice in forward.choices:
-            self.fields[RowChoice] |= given(choice)
+            self.fields[VerifyRow] |= given(choice)
 
 
 @pytest.mark.parametrize("has_experts", [False, True])

@@ -31,9 +31,9 @@ from workers.outputs import (
     DraftProbabilities,
     HiddenSpec,
     OutputSpec,
-    RowChoice,
     Sampling,
     TokenMask,
+    VerifyRow,
 )
 from workers.sampling import BadLogitsError
 
@@ -180,10 +180,10 @@ class ModelExecutor:
         if self.engine.takes_trees:
             self._run(self._append(_WARM, [0, 0], rows=2, kind=Kind.VERIFY, parents=(0,)))
         shorter, truncate = max(1, length - 1), self.engine.truncate
-        draft = RowChoice(draft=DraftProbabilities(np.array([0]), np.array([1.0])))
+        draft = VerifyRow(draft=DraftProbabilities(np.array([0]), np.array([1.0])))
         for output in (_PLAINLY_DRAWN, _DRAWN):
             truncate(_WARM, shorter)
-            choices = {"accept": Accept.CHOSEN, "choices": (draft, RowChoice())}
+            choices = {"accept": Accept.CHOSEN, "choices": (draft, VerifyRow())}
             self._run(self._append(_WARM, [0, 0], output, rows=2, kind=Kind.VERIFY, **choices))
         truncate(_WARM, shorter)
         self._run(self._append(_WARM, [0, 0], _PLAINLY_DRAWN, scored=1, sample_seeds=(1,)))

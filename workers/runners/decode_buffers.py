@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.counter_rng import mix64, mix_keys
-from workers.device_sampling import LIMITS, limits
+from workers.device_sampling import NEUTRAL_LIMITS, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs, StateRows
 from workers.outputs import Sampling
 from workers.runners.adjusted_rows import adjusted_among
@@ -273,7 +273,7 @@ class DecodeBuffers:
         specs = [spec or _GREEDY for spec in given]
         temperatures = np.array([spec.temperature for spec in specs])
         self._host.temperatures[: len(specs)] = temperatures
-        for name, values in (limits(specs) or LIMITS).items():
+        for name, values in (limits(specs) or NEUTRAL_LIMITS).items():
             self._host_limits[name][: len(specs)] = values
         self._drawn = (temperatures > 0).nonzero()[0]
         self._streams = np.array([mix64(specs[index].seed) for index in self._drawn.tolist()], np.uint64)
@@ -284,7 +284,7 @@ class DecodeBuffers:
         if count < self._rows:
             for column, value in zip(self._host, PADDING, strict=True):
                 column[count : self._rows] = value
-            for name, neutral in LIMITS.items():
+            for name, neutral in NEUTRAL_LIMITS.items():
                 self._host_limits[name][count : self._rows] = neutral
         self._rows = count
 

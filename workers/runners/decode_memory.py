@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.device_sampling import LIMITS
+from workers.device_sampling import NEUTRAL_LIMITS
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import BadLogitsError, NothingAllowedError
 
@@ -37,7 +37,7 @@ class RowColumns(NamedTuple, Generic[Column]):
 
 # The bytes of a row in the plain columns, with the columns of limits, and in the results.
 _PLAIN_BYTES = 64
-COLUMN_BYTES = _PLAIN_BYTES + sum(neutral.nbytes for neutral in LIMITS.values())
+COLUMN_BYTES = _PLAIN_BYTES + sum(neutral.nbytes for neutral in NEUTRAL_LIMITS.values())
 _RESULT_BYTES = 16
 
 
@@ -50,9 +50,9 @@ def columns_in(memory: torch.Tensor, rows: int) -> RowColumns[torch.Tensor]:
 
 
 def limits_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
-    """The columns of `device_sampling.LIMITS`, behind the others in `memory`, widest first to be aligned."""
+    """The columns of `outputs.LIMITS`, behind the others in `memory`, widest first to be aligned."""
     columns, start = dict[str, torch.Tensor](), _PLAIN_BYTES * rows
-    for name, neutral in sorted(LIMITS.items(), key=lambda limit: -limit[1].nbytes):
+    for name, neutral in sorted(NEUTRAL_LIMITS.items(), key=lambda limit: -limit[1].nbytes):
         end = start + neutral.nbytes * rows
         columns[name] = memory[start:end].view(torch.from_numpy(np.empty(0, neutral.dtype)).dtype)
         start = end

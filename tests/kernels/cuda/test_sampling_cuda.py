@@ -18,11 +18,14 @@ from kernels.cuda.sampling_adjust import (
     count_histories,
     count_next,
 )
-from kernels.cuda.sampling_cut import BLOCK, SPAN, cut, find_cuts
+from kernels.cuda.sampling_cut import BLOCK, SPAN, find_cuts
+from kernels.cuda.sampling_limits import apply_limits
 from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
+from tests.workers.sampling_reference import kept_tokens
 from workers.counter_rng import gumbel, mix_key
-from workers.numpy_choice import candidates
+from workers.device_sampling import limits as limits_of
+from workers.outputs import Sampling
 
 INF = float("inf")
 NAN = float("nan")
@@ -290,34 +293,35 @@ def test_cuts_at_exact_shares_of_equals(device: str) -> None:
     assert all(row == [4, 8, 2100, 2299][: len(row)] for row in kept)
 
 
-def typical_of(logits: torch.Tensor, limits: list[Limits], typical_ps: list[float]) -> list[list[int]]:
-    """The tokens that each row's limits keep, typical_p included."""
-    columns = torch.tensor(limits, dtype=torch.float64, device=logits.device).T.contiguous()
-    shares = torch.tensor(typical_ps, dtype=torch.float64, device=logits.device)
-    named = {"top_k": columns[1].int(), "top_p": columns[2], "min_p": columns[3], "typical_p": shares}
-    return kept_by(logits, Cuts(*cut(logits, columns[0], **named)))
+def limited(logits: torch.Tensor, specs: list[Sampling]) -> list[list[int]]:
+    """The tokens that each row's limits keep. Mutates `logits`."""
+    temperatures = torch.tensor([spec.temperature for spec in specs], dtype=torch.float64).to(logits.device)
+    columns = {name: torch.from_numpy(each).to(logits.device) for name, each in limits_of(specs).items()}
+    return kept_by(logits, Cuts(*apply_limits(logits, temperatures, **columns)))
 
 
 @pytest.mark.usefixtures("_spans")
 def test_typical_p_keeps_what_its_definition_keeps(device: str) -> None:
     """Also of what other limits leave, among equals, and of a single token."""
-    limits = [
-        Limits(), Limits(0.5), Limits(30.0), Limits(1.0, top_k=50), Limits(2.0, top_p=0.9),
-        Limits(1.5, top_k=700, top_p=0.95, min_p=0.001), Limits(top_k=1), Limits(),
-    ]  # fmt: skip
-    typical_ps = [0.2, 0.9, 0.999, 0.5, 1e-6, 0.6, 0.5, 1.0]
-    values = torch.randn(len(limits), 5003, generator=torch.Generator().manual_seed(8)) * 2
+    specs = [
+        Sampling(temperature=1.0, typical_p=0.2),
+        Sampling(temperature=0.5, typical_p=0.9),
+        Sampling(temperature=30.0, typical_p=0.999),
+        Sampling(temperature=1.0, top_k=50, typical_p=0.5),
+        Sampling(temperature=2.0, top_p=0.9, typical_p=1e-6),
+        Sampling(temperature=1.5, top_k=700, top_p=0.95, min_p=0.001, typical_p=0.6),
+        Sampling(temperature=1.0, top_k=1, typical_p=0.5),
+        Sampling(temperature=1.0),
+    ]
+    values = torch.randn(len(specs), 5003, generator=torch.Generator().manual_seed(8)) * 2
     values[:, ::3] = values[:, ::3].round()
     values[:, 1::7] = -INF
     logits = surrounded(values, device)
-    before = logits.clone()
-    kept = typical_of(logits, limits, typical_ps)
-    for row, (limit, share) in enumerate(zip(limits, typical_ps, strict=True)):
-        named = {**limit._asdict(), "typical_p": share}
-        expected_ids = candidates(values[row].numpy(), limit.temperature, named).ids
-        assert kept[row] == expected_ids.tolist(), (limit, share)
+    kept = limited(logits, specs)
+    for found, spec, row in zip(kept, specs, values, strict=True):
+        assert found == kept_tokens(row, spec).tolist(), spec
     assert len(kept[3]) < 50 and len(kept[6]) == 1
-    assert torch.equal(logits[7], before[7]), "only rows with typical_p are changed"
+    assert torch.equal(logits[7].cpu(), values[7]), "only rows with typical_p are changed"
 
 
 def test_typical_p_of_equals_of_one_token_and_of_none(device: str) -> None:
@@ -325,8 +329,8 @@ def test_typical_p_of_equals_of_one_token_and_of_none(device: str) -> None:
     logits[0] = 1.0
     logits[1, 2200] = -3e38
     logits[2, [5, 2299]] = torch.tensor([2.0, 2.0])
-    kept = typical_of(logits.to(device), [Limits(), Limits(1e-3), Limits(), Limits()], [0.1] * 4)
-    assert kept == [[*range(2300)], [2200], [5, 2299], []]
+    specs = [Sampling(temperature=temperature, typical_p=0.1) for temperature in (1.0, 1e-3, 1.0, 1.0)]
+    assert limited(logits.to(device), specs) == [[*range(2300)], [2200], [5, 2299], []]
 
 
 def test_cuts_of_one_token_of_one_that_is_left_and_of_none(device: str) -> None:
