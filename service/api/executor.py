@@ -153,7 +153,7 @@ class ExecutorApi:
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        await self._state.first_worker(context.time_remaining(), of_recovered=False)
+        await self._state.first_worker(context.time_remaining(), always=True)
         ready = self._state.first_ready
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
         wants_template = request.include_chat_template and ready.chat_template.sources
@@ -184,7 +184,7 @@ class ExecutorApi:
         response.limits.message_timeout.CopyFrom(_duration(config.message_timeout_s))
         with contextlib.suppress(NoWorker):
             # Without a worker, an answer with what is known is better than a failure.
-            await self._state.first_worker(context.time_remaining(), of_recovered=False)
+            await self._state.first_worker(context.time_remaining(), always=True)
             ready = self._state.first_ready
             response.executor.CopyFrom(ready.executor)
             response.max_top_logprobs = min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size)
