@@ -104,8 +104,16 @@ class ExecutorApi:
     ForkCache = partialmethod(_run, CALLS["ForkCache"])
     ForkCaches = partialmethod(_run, CALLS["ForkCaches"])
     TruncateKV = partialmethod(_run, CALLS["TruncateKV"])
-    ReleaseCache = partialmethod(_run, CALLS["ReleaseCache"])
     RenewCache = partialmethod(_run, CALLS["RenewCache"])
+
+    async def ReleaseCache(self, request: pb.ReleaseCacheRequest, context: Context) -> Any:
+        if request.request_ids:
+            most = self._state.config.max_items_per_call
+            validation.check_num_items(request.request_ids, most, "request_ids")
+            self._dispatcher.forget(request.request_ids, current_tenant())
+            if not request.cache_id:
+                return pb.ReleaseCacheResponse()
+        return await self._run(CALLS["ReleaseCache"], request, context)
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext
