@@ -16,12 +16,14 @@ import pytest
 from quire import (
     AsyncCache,
     AsyncClient,
+    AsyncGeneration,
     AsyncSession,
     Cache,
     CacheNotFound,
     Cancelled,
     Client,
     DeadlineExceeded,
+    Generation,
     InternalError,
     QuireError,
     Session,
@@ -257,7 +259,10 @@ async def test_leaving_a_loop_over_chunks_ends_the_execution(target: str, execut
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient, Session, AsyncSession, Cache, AsyncCache])
+@pytest.mark.parametrize(
+    "kind",
+    [Client, AsyncClient, Session, AsyncSession, Cache, AsyncCache, Generation, AsyncGeneration],
+)
 def test_types_can_be_asked_for(kind: type) -> None:
     """Programs do so, such as those that make tools of functions."""
     for name, member in inspect.getmembers(kind, inspect.isfunction):
