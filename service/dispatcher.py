@@ -46,8 +46,6 @@ _EXPIRED_AT_ONCE = 256
 
 SendCommands = Callable[[Sequence[Send]], None]
 Outcome = Result | QuireError
-
-
 # (index of the request among those that were started together, its outcome)
 Outcomes = Sequence[tuple[int, Outcome]]
 # Called with all outcomes of the same turn. It must not call the dispatcher.
@@ -75,17 +73,14 @@ class Dispatcher:
         self._send = send
         self._observing = observing
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
-        self._callers = itertools.count(1)
+        # Returns a new number for a Session or a single call: the unit of fair queueing in workers.
+        self.new_caller: Callable[[], int] = itertools.count(1).__next__
         self._carrying_out = False
         # Whether there was an input since effects were last taken.
         self._has_input = False
         self._is_closed = False
 
     # Requests.
-
-    def new_caller(self) -> int:
-        """A new number for a Session or a single call: the unit of fair queueing in workers."""
-        return next(self._callers)
 
     def require_lease(self) -> None:
         """Raises JournalUnavailable if another gateway may own the caches by now."""
@@ -111,7 +106,7 @@ class Dispatcher:
             if missing == 0 and not done.done():
                 done.set_result(None)
 
-        tickets = self.start(requests, on_outcomes, next(self._callers), tenant)
+        tickets = self.start(requests, on_outcomes, self.new_caller(), tenant)
         try:
             await done
         except asyncio.CancelledError:

@@ -13,7 +13,7 @@ from workers.common.gguf.files import model_files
 # The first one is served by default.
 SHIPPED_MODELS = ("adder", "storyteller")
 SHIPPED_MODEL = SHIPPED_MODELS[0]
-_SHIPPED = Path(__file__).parents[1] / "workers" / "models"
+_SHIPPED = Path(__file__).resolve().parents[1] / "workers" / "models"
 WEIGHTLESS_MODEL = "paged-attention"
 # The ids that the hub allows. None of them leads elsewhere when used in a path.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)

@@ -44,9 +44,9 @@ class SentForward:
 
 def forward_of(operation: Operation) -> SentForward:
     """What an operation has a worker compute now."""
-    entry, state, append = operation.entry, operation.entry.state, operation.append
+    entry, state, append = operation.entry, operation.entry.state, operation.request
     replays = operation.state is REPLAYING
-    assert append is not None
+    assert isinstance(append, Append)
     if replays:
         append = Append(PREFILL, "", operation.token_ids, rows=0, priority=operation.priority)
     is_copy = operation.copy_number is not None and not replays
@@ -74,7 +74,6 @@ def command_of(forward: SentForward) -> Operation:
     state.prompt_len = forward.prompt_len
     entry = CacheEntry(number, Tenant(), forward.ephemeral, state)
     operation = Operation(0, forward.caller, None, append, BaseHandler, entry, (entry,), 0.0)  # type: ignore[arg-type]
-    operation.append = append
     operation.state = REPLAYING if forward.replays else COMPUTING
     operation.copy_number = number if forward.is_copy else None
     operation.op_id, operation.token_ids, operation.position = (

@@ -156,15 +156,9 @@ def _make_executor(
     torch.set_num_threads(threads)
     device = _choose_device(config)
     if config.model == WEIGHTLESS_MODEL:
-        if config.tensor_parallel > 1:
-            raise ConfigurationError(
-                f"tensor_parallel = {config.tensor_parallel}, and {WEIGHTLESS_MODEL} cannot be split"
-            )
-        from workers.executors.weightless import PagedAttentionExecutor
-
         # Operations are too short for a second thread.
         torch.set_num_threads(1)
-        return _stored(PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config)), None, config)
+        return _stored(_make_weightless(config, device), None, config)
     from workers.executors.llm import LlmExecutor
     from workers.executors.memory import StepLimits
     from workers.models.files import unchanged_settings
@@ -201,6 +195,16 @@ def _make_executor(
     parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
     executor.set_threads(min(threads, max(1, parameters // LEAST_PARAMETERS_PER_THREAD)))
     return _stored(executor, directory, config)
+
+
+def _make_weightless(config: WorkerConfig, device: str) -> ModelExecutor:
+    from workers.executors.weightless import PagedAttentionExecutor
+
+    if config.tensor_parallel > 1:
+        raise ConfigurationError(
+            f"tensor_parallel = {config.tensor_parallel}, and {WEIGHTLESS_MODEL} cannot be split"
+        )
+    return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
 
 
 def _stored(executor: ModelExecutor, model: Path | None, config: WorkerConfig) -> ModelExecutor:

@@ -88,6 +88,7 @@ class StepLoop:
             engine, scheduler, adapters, max_seq_tokens, prelaunch_unrequested=prelaunch_unrequested
         )
         self._answers = Answers(engine, scheduler, self._prelauncher, drafting, emit)
+        self.flush = self._answers.flush
         self._waiting = WaitingForwards(scheduler, self._answers, adapters, kv_disk)
         self._in_flight = StepsInFlight(
             engine,
@@ -149,11 +150,11 @@ class StepLoop:
             self.take()
             # Requests whose forwards were prelaunched are answered by now: their callers do not wait for a
             # step.
-            self._answers.flush()
+            self.flush()
             self.step()
-            self._answers.flush()
+            self.flush()
         self._in_flight.finish()
-        self._answers.flush()
+        self.flush()
 
     def take(self) -> None:
         """Takes all commands that have arrived. Waits for one if there is nothing to run.
@@ -425,6 +426,3 @@ class StepLoop:
             self._answers.answered += self._prelauncher.follow(decodes, launched)
         else:
             self._answers.answered += decodes.sequences
-
-    def flush(self) -> None:
-        self._answers.flush()

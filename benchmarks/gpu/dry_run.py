@@ -29,12 +29,13 @@ from workers.device_sampling import LIMITS
 from workers.kv.states import EMPTY, FROM_START, Held, StateRun
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_kernels
-from workers.models.builder import FormatOf, build_decoder
+from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.few_rows import Place, TilesOfPlaces
 from workers.models.inputs import MAX_TREE_TOKENS, AttentionBatch, ForwardInputs, TokenTrees
 from workers.models.model import new_pages
+from workers.models.parameters import FormatOf
 from workers.runners.adjusted_rows import AdjustedRows
 from workers.runners.cuda_graph import buckets_up_to, choose_again
 from workers.runners.decode_buffers import DecodeBuffers

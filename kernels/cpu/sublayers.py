@@ -209,20 +209,7 @@ class Sublayers:
             MemoryError: There is not enough for so many rows. Nothing is written then.
             ValueError: The numbers of rows, or a context and its page table, do not fit each other.
         """
-        longest = max(batch.context_lens_host, default=0)
-        capacity = batch.page_tables.shape[1] * pages.page_size
-        fits = len(wanted) <= len(slots) == sum(batch.query_lens) and longest <= capacity
-        if not fits or len(x) not in (len(slots), len(wanted)):
-            raise ValueError(
-                f"{len(x)} rows, {len(slots)} slots, {sum(batch.query_lens)} new tokens, {len(wanted)} wanted"
-                f" rows, contexts of up to {longest} tokens and page tables of {capacity} do not fit"
-            )
-        if lora_slots is not None and (lora_slots.dtype is not torch.int32 or len(lora_slots) != len(x)):
-            raise ValueError(f"lora_slots: must be {len(x)} of int32, got {lora_slots}")
-        if given is not None:
-            check_tensor("given", given, (len(x), None, None), (torch.int64,))
-        if chosen is not None:
-            check_tensor("chosen", chosen, (None, len(x), None), (torch.int64,))
+        _check(x, slots, wanted, pages, batch, lora_slots, given, chosen)
         # Variables keep the memory alive that the kernel reads. int32 tensors are not copied.
         tables = batch.page_tables.to(torch.int32)
         starts = batch.query_starts.to(torch.int32).contiguous()
@@ -268,3 +255,30 @@ class Sublayers:
         if outcome != 0:
             kind, message = _OUTCOMES[outcome]
             raise kind(message)
+
+
+def _check(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    wanted: torch.Tensor,
+    pages: LayerPages,
+    batch: AttentionBatch,
+    lora_slots: torch.Tensor | None,
+    given: torch.Tensor | None,
+    chosen: torch.Tensor | None,
+) -> None:
+    """Check that the arguments of a step fit each other. Raises ValueError or TypeError."""
+    longest = max(batch.context_lens_host, default=0)
+    capacity = batch.page_tables.shape[1] * pages.page_size
+    fits = len(wanted) <= len(slots) == sum(batch.query_lens) and longest <= capacity
+    if not fits or len(x) not in (len(slots), len(wanted)):
+        raise ValueError(
+            f"{len(x)} rows, {len(slots)} slots, {sum(batch.query_lens)} new tokens, {len(wanted)} wanted"
+            f" rows, contexts of up to {longest} tokens and page tables of {capacity} do not fit"
+        )
+    if lora_slots is not None and (lora_slots.dtype is not torch.int32 or len(lora_slots) != len(x)):
+        raise ValueError(f"lora_slots: must be {len(x)} of int32, got {lora_slots}")
+    if given is not None:
+        check_tensor("given", given, (len(x), None, None), (torch.int64,))
+    if chosen is not None:
+        check_tensor("chosen", chosen, (None, len(x), None), (torch.int64,))

@@ -242,7 +242,7 @@ def _append(
         priority=priority,
         answer_bytes=answer_bytes,
         worker_bytes=worker_bytes,
-        is_kept=not (has_rows or answer_bytes + len(packed) > MAX_KEPT_BYTES),
+        keeps_answer=not (has_rows or answer_bytes + len(packed) > MAX_KEPT_BYTES),
         weights=limits.weights,
         **rest,
     )

@@ -27,13 +27,12 @@ from service.caches.requests import (
     Released,
     Renew,
     Request,
-    Result,
     Source,
     Truncate,
 )
+from service.dispatcher import Outcome
 from service.errors import InvalidArgument, QuireError
 
-Outcome: TypeAlias = Result | QuireError
 # Any: the message types differ by call. Only the table below has them.
 Check: TypeAlias = Callable[[Any, RequestLimits, float | None], Any]
 Write: TypeAlias = Callable[[Any, Any, Any], None]

@@ -22,7 +22,7 @@ from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.append_codec import held_bytes
-from service.api.calls import CALLS, Call, Outcome, start_weight
+from service.api.calls import CALLS, Call, start_weight
 from service.api.other_shards import SessionCalls
 from service.api.parsing import parsed
 from service.api.server_state import ServerState
@@ -32,7 +32,7 @@ from service.auth.authenticator import current_tenant
 from service.budgets import COPIES, SMALL_BYTES, in_memory
 from service.caches.requests import Request
 from service.config import Config
-from service.dispatcher import Dispatcher, Outcomes
+from service.dispatcher import Dispatcher, Outcome, Outcomes
 from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer, too_many
 from service.logging import current_request_id, get_logger
 

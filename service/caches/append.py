@@ -9,8 +9,8 @@ from service.caches.answers import ForwardDone
 from service.caches.attempts import failure_of
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import TruncateSequence
-from service.caches.entries import CacheEntry, Change, Operation
-from service.caches.handlers import BaseHandler
+from service.caches.entries import CacheEntry, Change, Operation, RequestHandler
+from service.caches.handlers import Parts
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.queues import touch
 from service.caches.records import CacheCreated, TokensAppended
@@ -24,8 +24,11 @@ from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_re
 _Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
 
-class Appends(BaseHandler[Append]):
+class Appends(RequestHandler[Append]):
     """Prefills, decodes, verifies and scorings."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
@@ -77,12 +80,13 @@ class Appends(BaseHandler[Append]):
         begun: list[tuple[Operation, Change]] = []
         admission, attempts = self._parts.admission, self._parts.attempts
         for operation in operations:
-            request, state = operation.append, operation.entry.state
-            assert request is not None
+            request, state = operation.request, operation.entry.state
+            assert isinstance(request, Append)
             length, position = state.tokens.length, request.position
-            is_plain = position is None or (position == length and position != state.last_base)
+            # Usually it fits. Without a position it is applied at any length.
+            fits = request.cache_id and (position is None or position == length)
             try:
-                if (not request.cache_id or not is_plain) and self._is_repetition(operation, request):
+                if not fits and self._was_applied(operation, request):
                     answer = self._repeat(operation, request)
                     if answer is not None:
                         begun.append((operation, answer))
@@ -98,37 +102,35 @@ class Appends(BaseHandler[Append]):
                 begun.append((operation, failure_of(error)))
         return begun
 
-    def _is_repetition(self, operation: Operation, request: Append) -> bool:
-        """Whether it was applied already.
+    def _was_applied(self, operation: Operation, request: Append) -> bool:
+        """Whether it repeats the last append of its cache. False: it is the first one of a new cache.
 
         Raises PositionMismatch, WeightsChanged, or InvalidArgument if its request id is another request's.
         """
-        entry, state = operation.entry, operation.entry.state
-        position, length = request.position, state.tokens.length
-        creates_again = entry.visible and not request.cache_id
-        if not request.cache_id and not (
-            request.adapter == state.adapter and entry.tenant.has_salt(state.salt, request.cache_salt)
-        ):
-            raise reused_request_id()
-        stated = request.weights
-        if not (request.cache_id or stated is None or self._parts.weights.current(stated) == state.weights):
-            # It was checked before the weights were replaced. Since then another request created the cache.
-            raise WeightsChanged(can_be_repeated=True)
-        if creates_again:
-            position = 0
-        if position is not None:
-            if position == state.last_base and is_repeated(state, request):
-                return True
-            if creates_again and position == state.last_base:
+        entry, state, position = operation.entry, operation.entry.state, request.position
+        if not request.cache_id:
+            has_salt = entry.tenant.has_salt(state.salt, request.cache_salt)
+            if not has_salt or request.adapter != state.adapter:
                 raise reused_request_id()
-            if creates_again or position != length:
-                raise PositionMismatch(position, length)
-        return False
+            if request.weights is not None and self._parts.weights.current(request.weights) != state.weights:
+                # It was checked before the weights were replaced. Since then another request created the
+                # cache.
+                raise WeightsChanged(can_be_repeated=True)
+            if not entry.visible:
+                return False
+            position = 0
+        assert position is not None, "without a position it repeats nothing"
+        if position == state.last_base:
+            if repeats_last(state, request):
+                return True
+            if not request.cache_id:
+                raise reused_request_id()
+        raise PositionMismatch(position, state.tokens.length)
 
     def _repeat(self, operation: Operation, request: Append) -> Result | None:
         """Answers a repeated append: from memory, or computed again on a temporary copy."""
         entry, state = operation.entry, operation.entry.state
-        if entry.answer is not None and entry.answered == request.options:
+        if entry.answer is not None and entry.answer_options == request.options:
             operation.weights = state.weights
             path = self._kept_path(entry, request)
             return _answers([(operation, entry.answer, state.last_kept, path)])[0]
@@ -140,8 +142,8 @@ class Appends(BaseHandler[Append]):
     def computed(self, operations: Sequence[Operation]) -> list[Change]:
         changes: list[Change] = []
         for operation in operations:
-            entry, request, done = operation.entry, operation.append, operation.done
-            assert request is not None and done is not None
+            entry, request, done = operation.entry, operation.request, operation.done
+            assert isinstance(request, Append) and done is not None
             operation.weights = entry.state.weights
             if operation.copy_number is not None or entry.ephemeral:
                 changes.append(self._not_kept(operation, request, done))
@@ -180,15 +182,15 @@ class Appends(BaseHandler[Append]):
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
         found: list[_Answer] = []
         for operation in operations:
-            entry, request, done = operation.entry, operation.append, operation.done
-            assert request is not None and done is not None
+            entry, request, done = operation.entry, operation.request, operation.done
+            assert isinstance(request, Append) and done is not None
             if not entry.visible:
                 self._show(entry)
             # Keep the answer for a repetition, unless the weights were replaced meanwhile, or it has several
             # tokens: only this process makes such requests.
             is_current = operation.weights == entry.state.weights
-            if is_current and request.is_kept and not done.appended:
-                entry.answer, entry.answered = done, request.options
+            if is_current and request.keeps_answer and not done.appended:
+                entry.answer, entry.answer_options = done, request.options
             else:
                 entry.answer = None
             found.append((operation, done, done.kept, tuple(done.kept_path) if request.parents else ()))
@@ -240,7 +242,7 @@ def _answers(found: Sequence[_Answer]) -> list[Result]:
     return answers
 
 
-def is_repeated(state: CacheState, append: Append) -> bool:
+def repeats_last(state: CacheState, append: Append) -> bool:
     """Whether an append at the position of the cache's last append repeats it."""
     last = state.last
     if last is None or append.accept != last.accept:

@@ -1,6 +1,6 @@
-"""How operations are computed: placement, replay, forward, retries. Pure.
+"""How operations are computed: placement, replay, forward, further attempts. Pure.
 
-An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
+An operation goes through attempts until one succeeds, its deadline passes, or another one cannot help. Each
 attempt is one forward with its own op id, so that late answers to earlier attempts are recognised and
 ignored. If the worker dies, has lost the KV or has too few pages, the operation starts again.
 
@@ -19,6 +19,7 @@ from service.caches.entries import Need, Operation, WorkerView
 from service.caches.parked import ParkedOperations, overdue_error
 from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import blame, clear
+from service.caches.requests import Append
 from service.caches.states import COMPUTING, REPLAYING
 from service.caches.worker_load import End
 from service.errors import (
@@ -31,7 +32,7 @@ from service.errors import (
     WorkerFault,
 )
 
-# Retries of an operation after workers died or had lost its KV. Then it fails.
+# Failed attempts of an operation, because workers died, had lost its KV or lacked pages. Then it fails.
 _MOST_FAILURES = 8
 
 
@@ -60,8 +61,8 @@ class Attempts:
         On a temporary copy if `copy_number` is given. Raises QuireError if it cannot be computed at all.
         """
         operation.base, operation.prompt_len, operation.copy_number = base, prompt_len, copy_number
-        entry, append = operation.entry, operation.append
-        assert append is not None
+        entry, append = operation.entry, operation.request
+        assert isinstance(append, Append)
         if entry.quarantined:
             raise SequenceQuarantined
         worker = entry.worker
@@ -184,7 +185,7 @@ class Attempts:
         return under_way
 
     def try_again(self, operation: Operation, final_error: QuireError) -> bool:
-        """Retries a failed attempt, or ends with `final_error` after too many. Returns whether it ended."""
+        """Begins again after a failed attempt, or ends after too many of them. Returns whether it ended."""
         operation.failures += 1
         if operation.failures > _MOST_FAILURES:
             return self.failed(operation, final_error)
@@ -208,8 +209,8 @@ class Attempts:
         replays: bool = False,
     ) -> None:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it cannot be done in time."""
-        entry, append, context = operation.entry, operation.append, self._context
-        assert append is not None
+        entry, append, context = operation.entry, operation.request, self._context
+        assert isinstance(append, Append)
         tokens, now_s = len(token_ids), context.now_s
         wait_s = operation.submitted_s + self._max_wait_s - now_s
         timeout_s = worker.load.enter(

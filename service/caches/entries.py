@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from service.caches.answers import ForwardDone
 from service.caches.ledger import CacheState
 from service.caches.records import CacheCreated, Record
-from service.caches.requests import Append, Handle, Request, Result
+from service.caches.requests import Handle, Request, Result
 from service.caches.segments import Segment
 from service.caches.states import COMMITTING, WAITING, State
 from service.caches.tenants import Tenant
@@ -57,6 +57,7 @@ class Operation(QueuedForward):
     `QueuedForward`, describe the forward that a worker computes now.
     """
 
+    # Only an append is computed.
     request: Request
     handler: RequestHandler[Any]
     # Its caches. Only a fork can have several; `entry` is the first.
@@ -65,8 +66,6 @@ class Operation(QueuedForward):
     submitted_s: float
     # Bytes reserved in the journal until it ends.
     size_bytes: int = 0
-    # The request, if it is an append. Nothing is computed for other requests.
-    append: Append | None = None
     # It has no caller and does not count for its tenant.
     is_internal: bool = False
 
@@ -142,14 +141,14 @@ class CacheEntry:
     creation: CacheCreated | None = None
     # The answer to the last append, kept for a repetition, and the options of that append.
     answer: ForwardDone | None = None
-    answered: bytes = b""
+    answer_options: bytes = b""
 
     # Written by queues.py, in `touch`: the end of its lease, and when it was used last.
     expires_at_s: float = 0.0
     used_s: float = 0.0
 
-    # Written by placement.py. The worker that has the KV of its first `kv_len` tokens, if any. `ALL_KV`: of
-    # all its tokens, including those that the worker appends later.
+    # Written by placement.py, and `kv_len` by attempts.py too. The worker that has the KV of its first
+    # `kv_len` tokens, if any. `ALL_KV`: of all its tokens, including those that the worker appends later.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
@@ -229,7 +228,7 @@ class WorkerView:
     pages_available: int
     # Pages of running attempts, which the report may not count yet. Written by `Attempts`.
     pages_queued: int = 0
-    # The caches whose KV it has, in LRU order. Written by `KvPlacement`.
+    # The caches whose KV it has. Written by `KvPlacement`; their LRU order by `touch` in queues.py.
     held: OrderedDict[CacheEntry, None] = field(default_factory=OrderedDict)
     load: WorkerLoad = field(default_factory=WorkerLoad)
     # It is silent: it gets no new sequences while there is another worker.

@@ -38,7 +38,7 @@ class Parts:
 
 
 class BaseHandler(RequestHandler[Req]):
-    """A handler of requests that name one cache and begin one by one."""
+    """A handler of requests that begin one by one. Most of them name one cache."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -15,6 +15,7 @@ from service.caches.effects import Context
 from service.caches.entries import Need, Operation, WorkerView
 from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import must_be_alone
+from service.caches.requests import Append
 from service.caches.segments import Segment
 from service.caches.states import PARKED, REPLAYING
 from service.caches.worker_load import retry_after_s
@@ -136,11 +137,11 @@ class ParkedOperations:
 
     def _assign(self, operation: Operation) -> WorkerView | None:
         """Assigns the cache to a worker, if any takes new attempts."""
-        entry, state, append = operation.entry, operation.entry.state, operation.append
+        entry, state, append = operation.entry, operation.entry.state, operation.request
         self._kv.drop(entry)
         if not self._workers.open_workers(state.weights):
             return None
-        assert append is not None
+        assert isinstance(append, Append)
         tokens = state.tokens.copy()
         if operation.copy_number is None:
             tokens.extend(append.token_ids)
@@ -176,8 +177,8 @@ class ParkedOperations:
         if operation.preempted_for is not None and operation.preempted_for.op_id:
             # The two would take the pages from each other for ever.
             return False
-        own, append = operation.entry.worker, operation.append
-        assert append is not None
+        own, append = operation.entry.worker, operation.request
+        assert isinstance(append, Append)
         tokens = operation.base + len(append.token_ids)
         for worker in self._workers.preferred(operation.entry.state.weights) if own is None else (own,):
             if worker in full:

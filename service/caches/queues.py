@@ -80,11 +80,10 @@ class OperationQueues:
             except QuireError as error:
                 replies.append((ticket, error.without_traceback()))
                 continue
-            append = request if isinstance(request, Append) else None
-            timeout_s = None if append is None else append.timeout_s
+            timeout_s = request.timeout_s if isinstance(request, Append) else None
             deadline_s = None if timeout_s is None else now_s + timeout_s
             operation = Operation(
-                ticket, caller, deadline_s, request, handler, entries[0], entries, now_s, size_bytes, append
+                ticket, caller, deadline_s, request, handler, entries[0], entries, now_s, size_bytes
             )
             operations[ticket] = operation
             turns_left = 0

@@ -75,7 +75,7 @@ class Append:
     worker_bytes: int = 0
     # Whether the answer is kept for a repetition. If it is large, or has rows of logits or hidden states, it
     # is computed again.
-    is_kept: bool = True
+    keeps_answer: bool = True
     # The adapter of a new cache. 0: none.
     adapter: int = 0
     # The caller will probably append the chosen token this many times in a row, with the same output. A

@@ -190,9 +190,7 @@ def counted(
 
     give_back: the requests are made right after the work, and count themselves.
     """
-    if tenant is None:
-        yield
-        return
+    tenant = tenant or Tenant()
     if give_back:
         tenant.require_at_once(requests)
     with tenant.admit_external(now_s(), requests) as external:

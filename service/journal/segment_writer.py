@@ -76,7 +76,6 @@ class Segments:
         # Whether there are frames that are not synced.
         self.is_unsynced = False
         self._next_number = 1
-        self._boot = boot_id()
         # The current segment, its first frame, the end of its frames, and the size and time of the file as
         # this gateway has left it.
         self._segment: _Segment
@@ -157,7 +156,7 @@ class Segments:
                 # The next start would not find the frame.
                 why = "it was removed or replaced while it was in use"
                 raise OSError(errno.ESTALE, why, segment.name)
-            data = END_LAYOUT.pack(*end[:3], number, end.synced, self._boot)
+            data = END_LAYOUT.pack(*end[:3], number, end.synced, boot_id())
             # Not through mmap: a kill could come between two stores; and if the file is truncated or the disk
             # fails, the system would kill the process.
             if os.pwrite(self._end_fd, data + checksum(data), 0) != END_BYTES:
@@ -169,10 +168,11 @@ class Segments:
         self._size, self._next_number = size, number + 1
 
     def _take_back(self) -> None:
-        """Truncates the remains of a frame. If that fails, `check` does it before the next frame."""
+        """Truncates the remains of a frame, also on disk. If that fails, `check` does it before the next."""
         with contextlib.suppress(OSError):
             if os.fstat(self._segment.fd).st_size >= self._size:
                 self._cut()
+                os.fdatasync(self._segment.fd)
 
     def _cut(self) -> None:
         """Raises OSError."""
@@ -247,7 +247,7 @@ class Segments:
 
     def _write_end(self, end: End) -> None:
         """Raises OSError."""
-        self._end = end._replace(written=self._next_number - 1, boot=self._boot)
+        self._end = end._replace(written=self._next_number - 1, boot=boot_id())
         os.pwrite(self._end_fd, self._end.encoded(), 0)
 
     def _use(self, segment: _Segment, size: int) -> None:
@@ -275,9 +275,8 @@ class Segments:
     def _reopened(self, number: int) -> _Segment:
         """Raises OSError."""
         path = segment_path(self.directory, number)
-        return self._opened(
-            number, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW), path
-        )
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return self._opened(number, fd, path)
 
     def _opened(self, number: int, fd: int, path: Path) -> _Segment:
         found = os.fstat(fd)

@@ -20,6 +20,7 @@ So segments of other journals and swapped segments are detected, and an older co
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import struct
 import uuid
@@ -224,6 +225,7 @@ def _bad_end(path: Path, what: str) -> JournalUnusable:
     )
 
 
+@functools.cache
 def boot_id() -> bytes:
     """The system's boot id. Zeros if it has none."""
     with contextlib.suppress(OSError, ValueError):

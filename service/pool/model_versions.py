@@ -18,13 +18,11 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.journal.values import StoredValues
 from service.logging import get_logger
-from service.model_names import WEIGHTLESS_MODEL, local_path
+from service.model_names import WEIGHTLESS_MODEL, local_path, shipped_model_dir
 from workers.common import worker_pb2
 
 _log = get_logger(__name__)
 _NAME = "weights"
-# What the stored name of weights of an upload begins with; then its path among the uploads.
-_AMONG_UPLOADS = "weight-uploads:"
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +80,9 @@ class ModelVersions:
         uploaded weights; None: none outlives the gateway.
         """
         self._configured = configured
-        self._uploads = uploads
+        # Directories that may be elsewhere at the next start: stored names are relative to them.
+        bases = {"weight-uploads": uploads, "shipped": shipped_model_dir().parent}
+        self._bases = {name: base for name, base in bases.items() if base is not None}
         self._values = StoredValues() if values is None else values
         # The version of new caches. Only this class sets it.
         self.serving = ModelVersion(0, configured, 0)
@@ -114,15 +114,14 @@ class ModelVersions:
             return None
         stored = json.loads(value)
         loaded, number = self._path_of(stored["model"]), stored["number"]
-        if self._configured in (stored["configured"], loaded):
-            self.serving = ModelVersion(number, loaded, stored["continued_from"])
-        else:
+        what = {"configured": self._configured, "loaded": loaded}
+        if self._configured not in (self._path_of(stored["configured"]), loaded):
             self.serving = ModelVersion(number, self._configured, number)
-        what = {"model": self.serving.model, "configured": self._configured, "loaded": loaded}
-        if self.serving.model != self._configured:
-            _log.info("serving the weights that were loaded last", **what)
-        elif loaded != self.serving.model:
             _log.warning("serving what the settings name, not what was loaded last", **what)
+        else:
+            self.serving = ModelVersion(number, loaded, stored["continued_from"])
+            if loaded != self._configured:
+                _log.info("serving the weights that were loaded last", **what)
         fingerprint: str = stored["fingerprint"]
         return fingerprint
 
@@ -213,7 +212,7 @@ class ModelVersions:
     def _encode(self, version: ModelVersion) -> bytes:
         stored = {
             # If the settings name another model than now, that is served.
-            "configured": self._configured,
+            "configured": self._name_of(self._configured),
             "model": self._name_of(version.model),
             "number": version.number,
             "continued_from": version.continued_from,
@@ -222,15 +221,15 @@ class ModelVersions:
         return json.dumps(stored).encode()
 
     def _name_of(self, model: str) -> str:
-        """The stored name of a model. An upload's is relative, since uploads move with the data directory."""
-        if self._uploads is None or not Path(model).is_relative_to(self._uploads):
-            return model
-        return f"{_AMONG_UPLOADS}{Path(model).relative_to(self._uploads)}"
+        """The stored name of a model."""
+        for name, base in self._bases.items():
+            if Path(model).is_relative_to(base):
+                return f"{name}:{Path(model).relative_to(base)}"
+        return model
 
-    def _path_of(self, name: str) -> str:
-        if self._uploads is None or not name.startswith(_AMONG_UPLOADS):
-            return name
-        return str(self._uploads / name.removeprefix(_AMONG_UPLOADS))
+    def _path_of(self, stored: str) -> str:
+        name, _, path = stored.partition(":")
+        return str(self._bases[name] / path) if name in self._bases else stored
 
 
 def is_gone(served: str, configured: str) -> bool:

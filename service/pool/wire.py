@@ -16,7 +16,7 @@ from quire.v1 import types_pb2
 
 from service.caches import answers, effects
 from service.caches.entries import Operation
-from service.caches.requests import DECODE, NORMAL, AppendKind, Priority
+from service.caches.requests import DECODE, NORMAL, Append, AppendKind, Priority
 from service.caches.states import REPLAYING
 from service.errors import AdapterLost, DeadlinePassed, KvExhausted, QuireError, Unsupported, WorkerFault
 from service.logging import get_logger
@@ -78,7 +78,7 @@ def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects
                 # The only place that decides which decodes are plain: this runs for each token.
                 if (
                     not isinstance(command, Operation)
-                    or (append := command.append) is None
+                    or not isinstance(append := command.request, Append)
                     or append.kind is not DECODE
                     or len(append.token_ids) != 1
                     or len(append.options) > _MAX_OPTIONS_BYTES
@@ -118,7 +118,7 @@ def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -
 
 def _write_forward(operation: Operation, body: worker_pb2.ForwardCommand) -> None:
     """The forward that an operation describes: see `Operation.op_id`."""
-    append, state = operation.append, operation.entry.state
+    append, state = operation.request, operation.entry.state
     body.sequence = state.number
     body.position = operation.position
     body.token_ids.extend(operation.token_ids)
@@ -135,7 +135,7 @@ def _write_forward(operation: Operation, body: worker_pb2.ForwardCommand) -> Non
         body.kind = worker_pb2.OPERATION_KIND_REPLAY
         body.prompt_len = state.prompt_len
         return
-    assert append is not None
+    assert isinstance(append, Append)
     body.kind = _KINDS[append.kind]  # type: ignore[assignment]
     body.options = append.options
     body.prompt_len = operation.prompt_len

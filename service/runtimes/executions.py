@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from quire.v1 import runner_pb2
 
@@ -158,7 +157,7 @@ class Executions:
         request_id = request.request_id or secrets.token_hex(16)
         resumed = self._resumed_items(request, keep_s)
         now_s = time.monotonic()
-        preparation = None if tenant is None else tenant.admit_external(now_s, len(request.items))
+        preparation = (tenant or Tenant()).admit_external(now_s, len(request.items))
         samples = [(item.item_id, sample) for item in request.items for sample in range(num_samples(item))]
         execution = Execution(
             request_id,
@@ -181,13 +180,11 @@ class Executions:
             deadline_s=None if timeout_s is None or keep_s else now_s + timeout_s,
             keep_s=keep_s,
             resumed=resumed,
+            prepared=lambda items: preparation.made(items, time.monotonic()),
         )
-        if preparation is not None:
-            batch = replace(batch, prepared=lambda items: preparation.made(items, time.monotonic()))
         running = execution.start(functools.partial(self._router.execute, request, batch))
-        if preparation is not None:
-            # Not in the task, which may end before it begins.
-            running.add_done_callback(lambda _: preparation.end())
+        # Not in the task, which may end before it begins.
+        running.add_done_callback(lambda _: preparation.end())
         return execution
 
     def _resumed_items(self, request: runner_pb2.ExecuteRequest, keep_s: float) -> frozenset[str]:

@@ -14,6 +14,8 @@ from service.logging import current_request_id
 from service.runtimes.speculation import MAX_DRAFT_TOKENS
 
 MAX_SAMPLES = 128
+# Requests of an item with several samples beside those of each: its prompt, and the copies of it.
+FORK_REQUESTS = 2
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 64

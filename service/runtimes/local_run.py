@@ -22,14 +22,14 @@ from service.api.append_codec import MAX_KEPT_BYTES, done_of
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
 from service.caches.requests import Append, Appended, AppendKind, CacheSnapshot, Fork, Handles, Truncate
-from service.caches.tenants import Tenant
+from service.caches.tenants import Tenant, counted
 from service.dispatcher import Dispatcher
 from service.errors import DeadlinePassed, ExecutionLost, QuireError, WeightsChanged, reused_request_id
 from service.logging import current_request_id
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
 from service.runtimes.held_samples import HeldSamples
-from service.runtimes.items import num_samples
+from service.runtimes.items import FORK_REQUESTS, num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
 from service.runtimes.sample_steps import SampleSteps
@@ -115,7 +115,7 @@ class LocalRun:
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
                 answer_bytes=(max(1, rows) + prelaunch) * item.answer_bytes,
-                is_kept=not (item.has_hidden or item.is_large or kept_bytes > MAX_KEPT_BYTES),
+                keeps_answer=not (item.has_hidden or item.is_large or kept_bytes > MAX_KEPT_BYTES),
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
@@ -172,6 +172,9 @@ class LocalRun:
             return await self._held.fork(item, item.held), [0] * samples
         if samples == 1 or len(item.spec.prompt) == 1:
             return [], [0] * samples
+        with counted(self._tenant, time.monotonic, samples + FORK_REQUESTS, give_back=True):
+            # Otherwise the prompt would be computed, and then the last samples refused.
+            pass
         forked, reused_tokens = await self._fork_prompt(item)
         # The first sample is charged for a shared prefix. The others found it computed.
         return forked, [reused_tokens] + [len(item.spec.prompt) - 1] * (samples - 1)

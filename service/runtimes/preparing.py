@@ -158,24 +158,15 @@ class ItemPreparer:
                 "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
             )
         item, parsing = parsing_of(item, formats_of_model(self._state))
-        context = array("I") if held is None else held.token_ids[: held.position]
-        prompt, parsing = await self._prompt(item, parsing, limits, context)
+        prompt, parsing = await self._prompt(item, parsing, limits, held)
         if parsing is not None:
             # A kept sample that is resumed gets the same ids for its tool calls.
             key = f"{kept_as}\0{item.item_id}" if kept_as else secrets.token_hex()
             parsing = replace(parsing, call_key=key)
-        if held is not None:
-            prompt = context + prompt
-            if len(prompt) > limits.max_seq_tokens:
-                raise SequenceTooLong(len(prompt), limits.max_seq_tokens)
         stop_ids = await self._stop_ids(item)
         end_ids = self._end_ids(item).union(stop_ids)
         rules = token_rules(item.min_tokens, end_ids, await self._bad_words(item))
-        new_matcher = await self._matcher(item, parsing, end_ids)
-        first_mask = None
-        if new_matcher is not None:
-            matcher = new_matcher()
-            first_mask = await matcher.in_turn(matcher.allowed)
+        new_matcher, first_mask = await self._matcher(item, parsing, end_ids)
         has_special = item.special_tokens_in_text or (parsing is not None and parsing.has_special_tokens)
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.
@@ -226,9 +217,10 @@ class ItemPreparer:
         item: runner_pb2.ExecuteItem,
         parsing: Parsing | None,
         limits: RequestLimits,
-        context: array[int],
+        held: HeldCache | None,
     ) -> tuple[array[int], Parsing | None]:
-        """See `encoded_prompt`."""
+        """See `encoded_prompt`. With a held cache the prompt begins with its tokens."""
+        context = array("I") if held is None else held.token_ids[: held.position]
         prompt, parsing = await encoded_prompt(
             item, parsing, self._text, max_tokens=limits.max_seq_tokens, context=context
         )
@@ -239,22 +231,30 @@ class ItemPreparer:
             kind = item.WhichOneof("prompt")
             where = f"{kind}.{error.field}" if kind in ("tokens", "cache") else str(kind)
             raise error.at(where) from None
-        return array("I", prompt), parsing
+        tokens = array("I", prompt)
+        if held is not None:
+            tokens = context + tokens
+            if len(tokens) > limits.max_seq_tokens:
+                raise SequenceTooLong(len(tokens), limits.max_seq_tokens)
+        return tokens, parsing
 
     async def _matcher(
         self, item: runner_pb2.ExecuteItem, parsing: Parsing | None, end_ids: frozenset[int]
-    ) -> Callable[[], Matcher] | None:
+    ) -> tuple[Callable[[], Matcher] | None, bytes | None]:
+        """What matches the item's constraint, and the mask of its first token."""
         kind = item.constraint.WhichOneof("kind")
         if kind is None or kind == "mask":
-            return None
+            return None, None
         grammar, vocab_size = getattr(item.constraint, kind), self._state.limits.vocab_size
         try:
-            return await self._text.constraint(kind, grammar, end_ids, vocab_size)
+            new_matcher = await self._text.constraint(kind, grammar, end_ids, vocab_size)
         except InvalidArgument as error:
             if parsing is None or not parsing.is_forced:
                 raise
             # The grammar was made of the schemas of the tools.
             raise error.at(TOOLS) from None
+        matcher = new_matcher()
+        return new_matcher, await matcher.in_turn(matcher.allowed)
 
     async def _stop_ids(self, item: runner_pb2.ExecuteItem) -> Mapping[int, str]:
         """The stop texts that are a special token, which never becomes text, by its id."""

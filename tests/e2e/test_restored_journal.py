@@ -82,7 +82,7 @@ def _until_acknowledged(decode: Callable[[], object]) -> None:
             return
 
 
-# Other losses: tests/service/test_journal_disk.py.
+# Other losses: tests/service/test_journal_files.py.
 def test_an_older_copy_of_the_files_is_noticed_by_the_next_commit(tmp_path: Path) -> None:
     """What is there can be served again, once the operator has decided so."""
     data_dir, copy = tmp_path / "data", tmp_path / "copy"

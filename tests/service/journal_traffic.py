@@ -6,8 +6,15 @@ from pathlib import Path
 
 from service.caches.ledger import Ledger
 from service.journal.file_journal import FileJournal
-from service.journal.segments import Sync
+from service.journal.segments import JOURNAL, Sync, segment_path
 from service.journal.stored import COMPACTION_BYTES
+
+FIRST = "0000000001.log"
+
+
+def segment(tmp_path: Path, number: int = 1) -> Path:
+    """The path of a segment of the journal in `data`."""
+    return segment_path(tmp_path / "data" / JOURNAL, number)
 
 
 def open_journal(

@@ -21,6 +21,7 @@ from service.caches.requests import (
     Released,
     Renew,
     Source,
+    Truncate,
 )
 from service.errors import QuireError
 from tests.sim.appends import with_options
@@ -54,6 +55,79 @@ def test_a_bug_while_starting_leaves_nothing_waiting(
     assert error.reason == "INTERNAL" and isinstance(error.__cause__, ZeroDivisionError)
     assert gateway.machine.operations_in_flight == 0
     assert gateway.append(decode(cache, 3)).seq_len == 3
+
+
+# A Decode that its caller sends again, as ARCHITECTURE.md says it is answered.
+
+
+def test_a_retry_of_the_last_append_needs_no_worker(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2, 3)
+    asked = decode(cache, 4, position=3)
+    first = gateway.append(asked)
+    gateway.lose_worker()
+    again = gateway.append(asked)
+    assert (again.answer, again.seq_len, gateway.tokens(cache)) == (first.answer, 4, [1, 2, 3, 4])
+    # Other outputs are computed, and nothing is appended for them.
+    other = gateway.ask(decode(cache, 4, position=3, output=types_pb2.OutputOptions(top_logprobs=1)))
+    assert other not in gateway.replies
+    gateway.start_worker("worker-0")
+    gateway.wait(0.1)
+    gateway.work()
+    found = gateway.replies[other]
+    assert isinstance(found, Appended) and found.seq_len == 4 and found.replayed_tokens == 3
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_a_retry_while_the_first_runs_is_answered_with_it(is_durable: bool) -> None:
+    """Also if the worker crashes: before its answer the first is computed again, after it nothing is."""
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    (worker_id,) = (name for name, worker in gateway.workers.items() if worker.sequences)
+    gateway.disk.is_slow = True
+    asked = decode(cache, 4, position=3)
+    first = gateway.ask(asked)
+    if is_durable:
+        gateway.work()
+    retry = gateway.ask(asked)
+    gateway.lose_worker(worker_id)
+    gateway.work()
+    assert not {first, retry} & gateway.replies.keys(), "nothing is answered before it is durable"
+    gateway.disk.settle()
+    gateway.disk.is_slow = False
+    found = [gateway.replies[ticket] for ticket in (first, retry)]
+    assert all(isinstance(one, Appended) and one.seq_len == 4 for one in found)
+    assert gateway.tokens(cache) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_committing", [False, True])
+def test_a_retry_of_a_cancelled_decode_is_applied_once(gateway: Gateway, is_committing: bool) -> None:
+    cache = gateway.create(1, 2, 3)
+    gateway.disk.is_slow = True
+    asked = decode(cache, 4, position=3)
+    first = gateway.ask(asked)
+    if is_committing:
+        gateway.work()
+    gateway.cancel(first)
+    retry = gateway.ask(asked)
+    gateway.work()
+    gateway.disk.settle()
+    assert isinstance(gateway.replies[retry], Appended) and first not in gateway.replies
+    assert gateway.tokens(cache) == [1, 2, 3, 4]
+
+
+def test_what_is_not_the_last_append_any_more_is_fenced(gateway: Gateway) -> None:
+    cache = gateway.create(1, 2, 3)
+    asked = decode(cache, 4, position=3)
+    gateway.append(asked)
+    (fork,) = gateway.handles(Fork.of(cache, 1)).handles
+    assert gateway.refusal(dataclasses.replace(asked, cache_id=fork.cache_id)).reason == "POSITION_MISMATCH"
+    assert isinstance(gateway.run(asked), Appended), "the cache itself has changed nothing"
+    gateway.run(Truncate(cache, 2))
+    assert gateway.refusal(asked).reason == "POSITION_MISMATCH"
+    gateway.append(decode(cache, 3, position=2))
+    assert gateway.append(asked).seq_len == 4 and gateway.tokens(cache) == [1, 2, 3, 4], "it fits again"
+    gateway.replace_weights(1, PreviousCaches.END)
+    assert gateway.refusal(asked).reason == "WEIGHTS_CHANGED"
 
 
 def test_pages_of_caches_start_where_they_are_asked_to() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from service.extensions.http import framing
 from tests.service import metrics_server
-from tests.service.extensions.openai.test_front import FakeRuntime, generate_yes, raw_chat, serving
+from tests.service.extensions.openai.served_front import FakeRuntime, generate_yes, raw_chat, serving
 from tests.service.served import HttpPort
 
 HOST = b"Host: localhost\r\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Container
 from unittest.mock import ANY
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.config import Config
+from service.extensions.gateways import keeper
 from service.extensions.gateways.keeper import Keeper
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.leases import Lease, Leases, Owned
 from service.extensions.gateways.sharing import decide
 from service.journal.base import JournalUnusable
+from service.settings import ConfigError
 from service.shard import Shard
 from tests.postgres_server import PostgresServer
 from tests.service.owners import operator
@@ -49,13 +52,20 @@ class Core:
 class Gateway:
     """A keeper, and the shards that it has."""
 
-    def __init__(self, postgres: PostgresServer, name: str) -> None:
+    def __init__(self, postgres: PostgresServer, name: str, damaged: Container[int] = ()) -> None:
         self.keeper = Keeper(Config(journal=postgres.url), f"{name}:1", SHARDS)
+        self.damaged = damaged
         self.shards: set[int] = set()
         self.given_back: list[int] = []
 
     async def open(self, shard: Shard, lease: Lease, leases: Leases) -> Core:
+        if shard.index in self.damaged:
+            raise JournalUnusable("it is damaged")
         return Core(shard, lease, leases, self)
+
+    def crash(self) -> None:
+        for database in (self.keeper._renewals, self.keeper._table):
+            database.terminate()
 
     async def run(self) -> None:
         home = await self.keeper.join(self.open)
@@ -115,8 +125,11 @@ async def test_owners_keep_shards_that_they_could_not_renew_while_the_database_w
     await ended(*running)
 
 
-async def test_a_gateway_begins_with_a_shard_that_can_be_opened(postgres: PostgresServer) -> None:
+async def test_a_gateway_begins_with_a_shard_that_can_be_opened(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before, as long as a damaged one was free, each gateway that started took it, and ended."""
+    monkeypatch.setattr(keeper, "_FAILED_S", 1.0)
     tried: list[int] = []
 
     async def opened(shard: Shard, _lease: Lease, _leases: Leases) -> int:
@@ -143,27 +156,45 @@ async def test_a_gateway_begins_with_a_shard_that_can_be_opened(postgres: Postgr
     await end(second, SHARDS - 1)
 
 
-async def test_a_gateway_for_which_only_a_damaged_shard_is_free_ends(postgres: PostgresServer) -> None:
-    """Before, it waited for ever: the other gateway gives nothing back while a shard is free."""
-    first, second = Gateway(postgres, "first"), Gateway(postgres, "second")
-
-    async def open_first(shard: Shard, lease: Lease, leases: Leases) -> Core:
-        if shard.index == SHARDS - 1:
-            raise JournalUnusable("it is damaged")
-        return await Gateway.open(first, shard, lease, leases)
-
-    async def refused(shard: Shard, _lease: Lease, _leases: Leases) -> int:
-        raise JournalUnusable(f"{shard.index} is damaged")
-
-    first.open = open_first  # type: ignore[method-assign]
-    running = asyncio.create_task(first.run())
+async def test_a_gateway_joins_while_a_shard_is_damaged(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it ended: the others gave nothing back while a shard was free, and only that one was."""
+    monkeypatch.setattr(keeper, "_FAILED_S", 1.0)
+    damaged = {SHARDS - 1}
+    first, second = (Gateway(postgres, name, damaged) for name in ("first", "second"))
+    running = [asyncio.create_task(first.run())]
     await until(lambda: len(first.shards) == SHARDS - 1)
-    async with asyncio.timeout(60):
-        with pytest.raises(JournalUnusable, match=f"{SHARDS - 1} is damaged"):
-            await second.keeper.join(refused)
-    joined = asyncio.create_task(second.keeper.run(second.open))
-    await until(lambda: SHARDS - 1 in second.shards)
-    await ended(running, joined)
+    running.append(asyncio.create_task(second.run()))
+    await until(lambda: bool(second.shards) and len(first.shards) + len(second.shards) == SHARDS - 1)
+    damaged.clear()
+    await until(lambda: first.shards | second.shards == {*range(SHARDS)})
+    await ended(*running)
+
+
+@pytest.mark.parametrize(("name", "setting"), [("first", "peer_listen"), ("second:1 first", "advertise")])
+async def test_a_gateway_with_an_address_of_another_one_is_refused(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
+) -> None:
+    """Before, it took a shard before it could not listen, and again whenever it was started again."""
+    monkeypatch.setattr(keeper, "LEASE_S", 0.5)
+    first, second = Gateway(postgres, "first"), Gateway(postgres, name)
+    running = asyncio.create_task(first.run())
+    await until(lambda: len(first.shards) == SHARDS)
+    with pytest.raises(ConfigError, match=f"{setting} = 'first:1' .*another gateway"):
+        await second.keeper.join(second.open)
+    assert not first.given_back
+    second.crash()
+    await ended(running)
+
+
+async def test_a_gateway_that_crashed_has_its_address_again(postgres: PostgresServer) -> None:
+    before, after = Gateway(postgres, "first"), Gateway(postgres, "first")
+    await before.keeper.join(before.open)
+    before.crash()
+    running = asyncio.create_task(after.run())
+    await until(lambda: bool(after.shards))
+    await ended(running)
 
 
 async def test_a_shard_that_was_acquired_without_an_answer_is_served(postgres: PostgresServer) -> None:

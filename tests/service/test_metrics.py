@@ -71,21 +71,22 @@ def test_appends_are_counted_by_what_they_answer() -> None:
         Append(AppendKind.PREFILL, "", [1, 2, 3]),
         Append(AppendKind.PREFILL, "", [1, 2], rows=0),
         Append(AppendKind.DECODE, "c", [1]),
+        Append(AppendKind.DECODE, "c", [1], prelaunch=4),
         Append(AppendKind.VERIFY, "c", [1, 2, 3, 4], accept=1),
         Append(AppendKind.SCORE, "", [1, 2, 3, 4, 5]),
         Append(AppendKind.DECODE, "c", [1]),
     ]
     observe = appends.observing(requests, told.extend)
-    outcomes: list[Any] = [*(appended(kept) for kept in (3, 2, 1, 2, 5)), QueueFull(1, 1.0)]
+    outcomes: list[Any] = [*(appended(kept) for kept in (3, 2, 1, 3, 2, 5)), QueueFull(1, 1.0)]
     observe(list(enumerate(outcomes)))
     assert told == list(enumerate(outcomes)), "the caller learns everything"
-    assert [appends.answered[kind] for kind in AppendKind] == [2, 1, 1, 1]
+    assert [appends.answered[kind] for kind in AppendKind] == [2, 2, 1, 1]
     assert appends.prompt_tokens == 3 + 2 + 5
-    # The first prefill, the decode, and the accepted tokens of the verify.
-    assert appends.generated_tokens == 1 + 1 + 2
+    # The first prefill, the decodes, of which one kept what its worker appended, and the accepted tokens.
+    assert appends.generated_tokens == 1 + 1 + 3 + 2
     assert (appends.draft_tokens, appends.accepted_tokens) == (3, 1)
     assert appends.failed == {"QUEUE_FULL": 1}
-    assert [sum(one._counts) for one in (appends.first_token, appends.token, appends.queue)] == [1, 2, 1]
+    assert [sum(one._counts) for one in (appends.first_token, appends.token, appends.queue)] == [1, 3, 1]
 
 
 class Context:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from quire.v1 import types_pb2
 
+from service import model_names
 from service.caches.admission import Limits
 from service.caches.ledger import Ledger
 from service.extensions.conformance import commit, created
 from service.journal.values import StoredValues
+from service.model_names import shipped_model_dir
 from service.pool.model_versions import ModelVersions
 from tests.service.journal_traffic import open_journal
 from tests.sim.harness import Gateway
@@ -67,6 +69,23 @@ async def test_a_gateway_goes_on_with_what_was_served_before() -> None:
     become_ready(other, "fc")
     assert stored(values) == ("c", "c", 2, "fc")
     assert ModelVersions("d", 1, values, lambda number: number == 2).expected_fingerprint == "fc"
+
+
+async def test_a_shipped_model_is_the_same_one_of_another_installation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, it was taken for another one: a start warned, and did not serve what was loaded last."""
+    values, adder = StoredValues(), shipped_model_dir("adder")
+    with monkeypatch.context() as patched:
+        patched.setattr(model_names, "_SHIPPED", Path("/elsewhere"))
+        become_ready(ModelVersions("/elsewhere/adder", 1, values), "fa")
+    versions = ModelVersions(str(adder), 1, values)
+    assert versions.serving.model == str(adder) and "not what was loaded last" not in capsys.readouterr().out
+    loaded = versions.next_version("b")
+    await versions.persist(loaded, "fb")
+    with monkeypatch.context() as patched:
+        patched.setattr(model_names, "_SHIPPED", Path("/elsewhere"))
+        assert ModelVersions("/elsewhere/adder", 1, values).serving.model == "b"
 
 
 async def test_a_copy_of_the_journal_alone_has_the_weights_of_its_caches(tmp_path: Path) -> None:

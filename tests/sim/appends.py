@@ -32,7 +32,7 @@ def with_options(append: Append, **changes: Any) -> Append:
         accept=options.accept,
         parents=tuple(options.parents),
         rows=options.rows,
-        is_kept=not options.output.logits,
+        keeps_answer=not options.output.logits,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from service.caches.append import is_repeated
+from service.caches.append import repeats_last
 from service.caches.effects import AbortForward, ReleaseSequences
 from service.caches.ledger import fingerprint
 from service.caches.records import CacheCreated, CacheForked, Child, Record, TokensAppended
@@ -44,7 +44,7 @@ class FencingOff(PlantedMachine):
 
 
 def other_tokens_taken_for_a_repetition(patch: pytest.MonkeyPatch) -> None:
-    everywhere(patch, is_repeated, lambda *_: True)
+    everywhere(patch, repeats_last, lambda *_: True)
 
 
 class RepetitionsNotRecognisedAfterARestart(PlantedMachine):

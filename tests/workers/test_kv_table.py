@@ -196,7 +196,7 @@ class TableMachine(RuleBasedStateMachine):
         if not done.any():
             return
         self.write(seqs[0], [])  # the copies that are due
-        tables = table.page_tables(rows[done])
+        tables = table.page_tables.of(rows[done])
         tokens = (positions + token) % 2
         decoding = [seq for seq, is_done in zip(seqs, done, strict=True) if is_done]
         for seq, pages, value in zip(decoding, tables.tolist(), tokens[done].tolist(), strict=True):

@@ -1,9 +1,10 @@
-"""The engine runs forwards over mixed batches, in four operations that the step loop calls.
+"""The engine runs forwards over mixed batches, in five operations that the step loop calls.
 
-    begin(forward)       match the prefix cache, reserve pages
-    execute(chunks)      run one batch of chunks of several forwards
-    complete(forward)    truncate to the accepted tokens, release temporary sequences
-    roll_back(forward)   restore the sequence to its state before the forward
+    begin(forward)              match the prefix cache, reserve pages
+    begin_decodes(decodes)      reserve a slot for each of many plain decodes
+    execute(chunks, decodes)    run one batch, and append the tokens
+    complete(forward)           truncate to the accepted tokens, release temporary sequences
+    roll_back(forward)          restore the sequence to its state before the forward
 
 On a GPU a step of plain decodes is launched, and its results are read later: see `launched_steps`.
 
@@ -215,7 +216,7 @@ class Engine:
         return np.append(known, decodes.columns[Column.TOKEN, index])
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
-        items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
+        items, tables = decodes.size + len(chunks), self.kv_table.page_tables.of(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         if self.kv_table.states is not None:
             parts = [(self._sequence(sequence), 1) for sequence in decodes.sequences]

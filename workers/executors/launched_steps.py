@@ -152,7 +152,7 @@ def _launched(
 ) -> LaunchedStep | None:
     page_size = engine.kv.page_size
     keeps_logits = not all(spec.is_token_only for spec in decodes.distinct_outputs)
-    inputs = pack((), page_size, decodes, engine.kv_table.page_tables(decodes.rows))
+    inputs = pack((), page_size, decodes, engine.kv_table.page_tables.of(decodes.rows))
     beside = pack(chunks, page_size) if chunks else None
     try:
         launched = engine.runner.launch(inputs, rows, chunks=beside, keeps_logits=keeps_logits, after=after)

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,10 +21,10 @@ from workers.executors.engine import Engine
 from workers.executors.loading import (
     AUTO,
     NATIVE,
+    Choice,
     check_ranks,
     check_same_config,
     choose_backend,
-    load_served,
 )
 from workers.executors.lora_slots import adapter_table
 from workers.executors.memory import (
@@ -34,7 +35,7 @@ from workers.executors.memory import (
     new_runner,
     new_table,
 )
-from workers.executors.ranks import connect, loading, ranked_adapters, ranked_pages
+from workers.executors.ranks import connect, load_on_all, ranked_adapters, ranked_pages
 from workers.executors.replacement import Served, WeightsReplacement
 from workers.kv.sizing import KvSizingError, choose_num_pages
 from workers.kv.tensors import KvTensors
@@ -120,35 +121,24 @@ class LlmExecutor(ModelExecutor):
         backend = choice.backend
         # Before the weights, which take longer to load.
         text = source.text(choice.vocab_size, max_text_bytes)
-        group = None if ranks is None else ranks.collectives
         if ranks is not None:
-            check_ranks(directory, choice, ranks.ranks)
-            if batch_invariant and device.type == "cuda":
-                raise ModelError("batch_invariant = on needs tensor_parallel = 1 on a GPU")
-            connect(ranks, device)
-        try:
-            with loading(ranks, "load", directory, dtype, quantization, rounds_rows) as on_all:
-                model, description = load_served(
-                    directory,
-                    dtype,
-                    device,
-                    progress,
-                    backend=backend,
-                    reason=choice.reason,
-                    self_check=self_check,
-                    batch_invariant=batch_invariant,
-                    group=group,
-                    quantization=quantization,
-                    rounds_rows=rounds_rows,
-                    mtp_head=mtp_head,
-                )
-                description = on_all(description)
-        except torch.OutOfMemoryError as error:
-            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-            raise KvSizingError(
-                f"the weights of {directory.name} do not fit on {device}, which has {total_bytes >> 20} MiB;"
-                f" {free_bytes >> 20} MiB of them were left"
-            ) from error
+            _connect(ranks, directory, choice, device, batch_invariant=batch_invariant)
+        with _weights_fit(directory, device):
+            model, description = load_on_all(
+                ranks,
+                "load",
+                directory,
+                dtype,
+                device,
+                progress,
+                backend=backend,
+                reason=choice.reason,
+                self_check=self_check,
+                batch_invariant=batch_invariant,
+                quantization=quantization,
+                rounds_rows=rounds_rows,
+                mtp_head=mtp_head,
+            )
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
         use_head_dtype(model, head_dtype)
@@ -158,6 +148,7 @@ class LlmExecutor(ModelExecutor):
         drafting = load_draft_model(None if mtp_head else draft, text, dtype, device, self_check=self_check)
         beside_bytes = 0 if drafting is None else page_bytes(drafting[0], asked_kv_dtype)
         kv = _pages(model, description, kv_pages, limits, ranks, beside_bytes, kv_dtype)
+        group = None if ranks is None else ranks.collectives
         own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
         adapters = _adapters(served, lora if backend == NATIVE else None, own, ranks)
@@ -207,22 +198,21 @@ class LlmExecutor(ModelExecutor):
             # On a GPU they are read into main memory, and copied into place.
             on_gpu = served.model.device.type == "cuda"
             own_dtype = str(served.model.dtype).removeprefix("torch.")
-            with loading(ranks, "read_weights", source, own_dtype, quantization, rounds_rows) as on_all:
-                read_model, read_description = load_served(
-                    source,
-                    own_dtype,
-                    torch.device("cpu"),
-                    None,
-                    backend=other.backend,
-                    reason=other.reason,
-                    self_check=False,
-                    pack=not on_gpu,
-                    group=None if ranks is None else ranks.collectives,
-                    quantization=quantization,
-                    rounds_rows=rounds_rows,
-                    mtp_head=mtp_head,
-                )
-                read_description = on_all(read_description)
+            read_model, read_description = load_on_all(
+                ranks,
+                "read_weights",
+                source,
+                own_dtype,
+                torch.device("cpu"),
+                None,
+                backend=other.backend,
+                reason=other.reason,
+                self_check=False,
+                pack=not on_gpu,
+                quantization=quantization,
+                rounds_rows=rounds_rows,
+                mtp_head=mtp_head,
+            )
             # With "auto" a worker that starts later takes the config's.
             free = () if dtype == AUTO else ("dtype",)
             check_same_config(served.model, description, read_model, read_description, free)
@@ -284,6 +274,29 @@ def _prepared(device: torch.device | str) -> torch.device:
         torch.cuda.set_device(device)  # kernels are launched on the thread's current device
         check_cuda_device(device)
     return device
+
+
+def _connect(
+    ranks: RankGroup, directory: Path, choice: Choice, device: torch.device, *, batch_invariant: bool
+) -> None:
+    """Lets the ranks meet. Raises ModelError if they cannot run the model."""
+    check_ranks(directory, choice, ranks.ranks)
+    if batch_invariant and device.type == "cuda":
+        raise ModelError("batch_invariant = on needs tensor_parallel = 1 on a GPU")
+    connect(ranks, device)
+
+
+@contextmanager
+def _weights_fit(directory: Path, device: torch.device) -> Iterator[None]:
+    """Raises KvSizingError if the body finds too little memory on a GPU."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        raise KvSizingError(
+            f"the weights of {directory.name} do not fit on {device}, which has {total_bytes >> 20} MiB;"
+            f" {free_bytes >> 20} MiB of them were left"
+        ) from error
 
 
 def _adapters(

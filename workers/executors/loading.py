@@ -32,13 +32,13 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError, without_path
 from workers.models.files import errors_naming
 from workers.models.model import Model, ModelDescription
+from workers.models.model_tensors import check_names
 from workers.models.shard import Group, check_split
 from workers.models.source import source_of
 from workers.models.weights import (
     LoadPlan,
     Progress,
     check_gpu_formats,
-    check_names,
     load_planned,
     plan_load,
 )

@@ -6,16 +6,17 @@ import dataclasses
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from workers.adapters.errors import AdapterError
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
-from workers.executors.loading import read_source
+from workers.executors.loading import load_served, read_source
 from workers.executors.lora_slots import ModelSlots, on_made
 from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages
 from workers.executors.replacement import Served
@@ -23,6 +24,7 @@ from workers.kv.sizing import choose_num_pages
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
 from workers.models.model import Model, ModelDescription, state_sizes
+from workers.models.weights import Progress
 from workers.operations import AdapterSource
 from workers.runners.base import DeviceLostError, Runner
 from workers.runners.tensor_parallel import RankedLora, RankGroup
@@ -43,26 +45,47 @@ def connect(ranks: RankGroup, device: torch.device) -> None:
     _log.info("%d ranks run the model together", ranks.ranks)
 
 
-@contextmanager
-def loading(
+def load_on_all(
     ranks: RankGroup | None,
     question: str,
     directory: Path,
     dtype: str,
+    device: torch.device,
+    progress: Progress | None,
+    *,
     quantization: str | None,
     rounds_rows: bool,
-) -> Iterator[OnAll]:
-    """Let the other ranks read their parts while the body of the `with` reads that of rank 0.
+    **others: Any,
+) -> tuple[Model, ModelDescription]:
+    """Load this rank's part of a model while the other ranks load theirs. Raises as `load_served` does.
 
     Args:
-        ranks: None: there are no others.
+        ranks: None: there are no others, and the part is all of it.
         question: "load", or "read_weights" for others to replace those that are served.
-        directory: The model; the rest: see `LlmExecutor.load`.
+        directory: The model; the rest: see `load_served`.
     """
+    group = None if ranks is None else ranks.collectives
+    of_weights: dict[str, Any] = {"quantization": quantization, "rounds_rows": rounds_rows}
+    with _loading(ranks, question, directory, dtype, of_weights) as on_all:
+        model, description = load_served(
+            directory, dtype, device, progress, group=group, **of_weights, **others
+        )
+        return model, on_all(description)
+
+
+@contextmanager
+def _loading(
+    ranks: RankGroup | None,
+    question: str,
+    directory: Path,
+    dtype: str,
+    of_weights: Mapping[str, Any],
+) -> Iterator[OnAll]:
+    """Let the other ranks read their parts while the body of the `with` reads that of rank 0."""
     if ranks is None:
         yield lambda description: description
         return
-    details: dict[str, object] = {"dtype": dtype, "quantization": quantization, "rounds_rows": rounds_rows}
+    details: dict[str, object] = {"dtype": dtype, **of_weights}
     if question == "read_weights":
         # On the one thread that reads.
         ranks.weights_read += 1

@@ -56,7 +56,7 @@ class KvTable:
         # The row in the columns, by key; and the sequence, by row.
         self._row_of: dict[int, int] = {}
         self._in_row: dict[int, KvSequence] = {}
-        self._page_tables = PageTables(self._columns, self._in_row)
+        self.page_tables = PageTables(self._columns, self._in_row)
         # Totals, so that `usage` need not visit all sequences.
         self._tokens = 0
         self._prefix_hit_tokens = 0
@@ -218,10 +218,6 @@ class KvTable:
             return False
         self.reserve(seq, ahead + 1)
         return True
-
-    def page_tables(self, rows: Rows) -> NDArray[np.int32]:
-        """The page tables of the sequences in these rows; see `PageTables.of`."""
-        return self._page_tables.of(rows)
 
     def take_back(self, seq: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         """Undo what `reserve` did to shared pages, since its copies could not be made."""

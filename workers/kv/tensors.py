@@ -136,17 +136,19 @@ class KvTensors:
         unused = {shape: iter(piece) for shape, piece in self._pieces.items()}
         self._layers: list[tuple[Pages, Pages]] = []
         for layer in layers:
-            pieces = [next(unused[shape]) for shape in layer.shapes]
-            packs = pack and all(can_pack(piece, dtype) for piece in pieces)
-            keys: Pages = PackedKeys(pieces[0], dtype) if packs else pieces[0]
-            values = keys
-            if not layer.in_keys:
-                values = PackedValues(pieces[1], dtype) if packs else pieces[1]
+            keys, values = self._pages([next(unused[shape]) for shape in layer.shapes], pack=pack)
             takes = keys.row_dtypes if isinstance(keys, PackedKeys) else () if quantised else (dtype,)
             if (row_dtype or dtype) not in takes:
                 rows = f"{row_dtype or dtype} on {self.device}"
                 raise ValueError(f"there are no kernels for such pages of {layer} with {rows}")
             self._layers.append((keys, values))
+
+    def _pages(self, pieces: Sequence[torch.Tensor], *, pack: bool) -> tuple[Pages, Pages]:
+        """Pages of keys and values in these pieces of memory; the same, if there is one piece for both."""
+        if not (pack and all(can_pack(piece, self.dtype) for piece in pieces)):
+            return pieces[0], pieces[-1]
+        keys = PackedKeys(pieces[0], self.dtype)
+        return keys, PackedValues(pieces[1], self.dtype) if len(pieces) > 1 else keys
 
     @property
     def num_layers(self) -> int:

@@ -5,37 +5,28 @@ Dimension letters: C hidden width; H query heads; K key-value heads; D head widt
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from kernels import gpu_format
 from kernels.experts import ExpertWeights
-from kernels.gpu_experts import GpuExperts
-from kernels.gpu_weight import GpuWeight
 from kernels.linear import DenseWeight
-from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
-from kernels.weight_formats import HeldFormat, OnGpu, check_cut, new_weight
-from workers import huge_pages
 from workers.models.adapted import Layer
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
-from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts, WithSharedExpert
 from workers.models.family import ExpertNames
 from workers.models.latent_attention import LatentAttention
-from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
+from workers.models.layers import Attention, Body, GatedMlp, Sublayer
 from workers.models.linear import Linear
 from workers.models.mtp_head import MtpHead
-from workers.models.multipliers import factors
+from workers.models.parameters import FormatOf, Parameters
 from workers.models.recurrent_layers import RecurrentMixer, SideBySide
 from workers.models.recurrent_parts import mixer_parts
 from workers.models.registry import FAMILIES
-from workers.models.shard import Group, Shard, Slice, row_parts, scaled
+from workers.models.shard import Group, Shard, Slice, scaled
 
-_OTHER_RANKS = "use another tensor_parallel, or the model in another format"
 # Routers are never quantised: they are small, and choose experts by small differences.
 _ROUTERS = tuple(
     f".{name}.weight"
@@ -44,9 +35,6 @@ _ROUTERS = tuple(
     for name in (family.experts.router, family.experts.shared_gate)
     if name
 )
-
-FormatOf = Callable[[str], HeldFormat | None]
-"""The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
 
 
 def is_router(name: str) -> bool:
@@ -82,153 +70,8 @@ def build_decoder(
     return Decoder(config, embedding, layers, final_norm, lm_head, shard, mtp_head)
 
 
-class _Parts:
-    """Makes the parts of a model, or of a rank's shard of it."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        shard: Shard,
-        formats: FormatOf | None,
-    ) -> None:
-        self._config = config
-        self._shard = shard
-        self._family = config.family
-        self._dtype = dtype
-        self._device = device
-        self._formats = formats
-        self._pieces = huge_pages.Pieces(device)
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        return huge_pages.empty(shape, self._dtype, self._device)
-
-    def matrix(self, rows: Mapping[str, int], inputs: int, taken: range | None = None) -> Weight:
-        """A matrix made of some tensors of a checkpoint.
-
-        Args:
-            rows: The number of rows of each tensor, by name.
-            inputs: The number of inputs.
-            taken: The inputs that this rank has; None: all.
-
-        Raises:
-            UnsupportedError: A quantised format cannot be split at these inputs.
-        """
-        taken = range(inputs) if taken is None else taken
-        forms = {name: None if self._formats is None else self._formats(name) for name in rows}
-        for name, form in forms.items():
-            try:
-                check_cut(form, taken, inputs)
-            except ValueError as error:
-                raise UnsupportedError(f"tensor {name}: {error}: {_OTHER_RANKS}") from None
-        if len({*forms.values()}) == 1:
-            return self._matrix(sum(rows.values()), inputs, taken, forms[next(iter(rows))])
-        return StackedWeight([self._matrix(rows[name], inputs, taken, form) for name, form in forms.items()])
-
-    def _matrix(self, outputs: int, inputs: int, taken: range, form: HeldFormat | None) -> Weight:
-        if form is None:
-            return DenseWeight(self.empty(outputs, len(taken)))
-        return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)
-
-    def _matrices(self, named: Sequence[Mapping[str, int]], inputs: int, taken: range) -> ExpertWeights:
-        """The matrices of all experts, as `matrix`: together on a GPU, else a list, packed one by one."""
-        forms = [[None if self._formats is None else self._formats(name) for name in rows] for rows in named]
-        if any(isinstance(form, OnGpu) for form in itertools.chain(*forms)):
-            rows = {name: size * len(named) for name, size in named[0].items()}
-            matrix = self.matrix(rows, inputs, taken)
-            parts = matrix.parts if isinstance(matrix, StackedWeight) else [matrix]
-            stacks = [part for part in parts if isinstance(part, GpuWeight)]
-            if len(stacks) < len(parts) or any(of_expert != forms[0] for of_expert in forms):
-                needed = "quantised experts must all have one format, in the order of their inputs, on a GPU"
-                raise UnsupportedError(f"tensor {next(iter(rows))}: {needed}; use device = cpu")
-            return GpuExperts(stacks, len(named))
-        if gpu_format.is_gpu(torch.device(self._device)):
-            return self.empty(len(named), sum(named[0].values()), len(taken))
-        return [self.matrix(rows, inputs, taken) for rows in named]
-
-    def of_vocabulary(self, name: str) -> Weight:
-        """[V, C], or a rank's rows of it, padded with zeros."""
-        matrix = self.matrix({name: self._shard.vocabulary_rows}, self._config.hidden_size)
-        if len(matrix) > len(self._shard.vocabulary):
-            # Zero bytes are zeros in every format.
-            matrix.data.zero_()
-        return matrix
-
-    def _linear(
-        self,
-        place: str,
-        taken: Mapping[str, Slice],
-        *,
-        bias: bool,
-        stored: Mapping[str, Slice] | None = None,
-        inputs: tuple[range, ...] = (),
-        factors: tuple[tuple[int, float], ...] = (),
-    ) -> Linear:
-        """Fused projections of the same inputs; see `Linear`. `place`: the prefix of their tensors."""
-        rows = {f"{place}{name}.weight": part.num_rows for name, part in (stored or taken).items()}
-        one = next(iter(taken.values()))
-        matrix = self.matrix(rows, one.shape[1], one.columns)
-        offsets = self.empty(sum(rows.values())) if bias else None
-        return Linear(taken, matrix, offsets, stored=stored, inputs=inputs, factors=factors)
-
-    def _into(
-        self,
-        place: str,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        parts: Sequence[range],
-        *,
-        bias: bool,
-        stored: Sequence[str] = (),
-        multipliers: Sequence[float] = (),
-    ) -> Linear:
-        """Projections of the hidden width to `sizes`, of which a rank has `parts`. One name: it is fused.
-
-        `stored`: their names in the files, if these are not the model's own checkpoint.
-        `multipliers`: the factors of their outputs.
-        """
-        return self._linear(
-            place,
-            self._rows(names, sizes, parts),
-            bias=bias,
-            stored=self._rows(stored, sizes, parts) if stored else None,
-            factors=factors([*map(len, parts)], multipliers),
-        )
-
-    def _rows(self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) -> dict[str, Slice]:
-        width = self._config.hidden_size
-        rows: list[tuple[range, ...]] = [(part,) for part in parts]
-        if len(names) == 1:
-            sizes, rows = [sum(sizes)], [row_parts(sizes, parts)]
-        return {
-            name: Slice((size, width), own, range(width))
-            for name, size, own in zip(names, sizes, rows, strict=True)
-        }
-
-    def _back(
-        self,
-        place: str,
-        name: str,
-        size: int,
-        part: range,
-        *,
-        bias: bool,
-        inputs: tuple[range, ...] = (),
-        multiplier: float = 1.0,
-    ) -> Linear:
-        """A projection from `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
-        width = self._config.hidden_size
-        taken = {name: Slice((width, size), (range(width),), part)}
-        bias = bias and self._shard.is_first
-        return self._linear(place, taken, bias=bias, inputs=inputs, factors=factors([width], [multiplier]))
-
-    def norm(self, name: str | None) -> Norm | None:
-        return None if name is None else self.named_norm(name)
-
-    def named_norm(self, name: str) -> Norm:
-        weight = self._norm_weight(self._config.hidden_size)
-        return Norm(name, weight, self._config.rms_norm_eps, self._family.norm_offset)
+class _Parts(Parameters):
+    """Makes the layers of a model, or of a rank's shard of it, of its parameters."""
 
     def layer(self, index: int) -> Layer:
         norms = self._family.norms
@@ -249,7 +92,7 @@ class _Parts:
         index, width = self._config.num_hidden_layers, self._config.hidden_size
         projection = {"eh_proj": Slice.whole(width, 2 * width)}
         return MtpHead(
-            self._linear(f"model.layers.{index}.", projection, bias=False),
+            self.linear(f"model.layers.{index}.", projection, bias=False),
             self.named_norm("enorm"),
             self.named_norm("hnorm"),
             self.layer(index),
@@ -260,11 +103,6 @@ class _Parts:
     def _sublayer(self, before: str | None, body: Body, after: str | None) -> Sublayer:
         scale, group = self._config.residual_scale, self._shard.group
         return Sublayer(self.norm(before), body, self.norm(after), scale, group)
-
-    def _norm_weight(self, *shape: int) -> torch.Tensor:
-        """A norm weight. float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
-        dtype = torch.float32 if self._family.wide_norms else self._dtype
-        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _mixer(self, index: int) -> Body:
         layer = self._config.layers[index]
@@ -287,7 +125,7 @@ class _Parts:
         query, first = None, {"q_proj": of_heads(queries, width)}
         if sizes.query_latent is not None:
             second = {"q_b_proj": of_heads(queries, sizes.query_latent)}
-            query = self._norm_weight(sizes.query_latent), self._linear(place, second, bias=False)
+            query = self.norm_weight(sizes.query_latent), self.linear(place, second, bias=False)
             first = {"q_a_proj": Slice.whole(sizes.query_latent, width)}
         key_value = {"kv_b_proj": of_heads(sizes.plain + sizes.value, sizes.latent)}
         inner = config.num_attention_heads * sizes.value
@@ -295,21 +133,21 @@ class _Parts:
             config,
             self._shard,
             index,
-            into=self._linear(place, first | {"kv_a_proj_with_mqa": Slice.whole(shared, width)}, bias=bias),
+            into=self.linear(place, first | {"kv_a_proj_with_mqa": Slice.whole(shared, width)}, bias=bias),
             query=query,
-            key_value=self._linear(place, key_value, bias=False),
-            output=self._back(
+            key_value=self.linear(place, key_value, bias=False),
+            output=self.back(
                 place, "o_proj", inner, scaled(own, sizes.value), bias=config.attention_output_bias
             ),
-            latent_norm=self._norm_weight(sizes.latent),
+            latent_norm=self.norm_weight(sizes.latent),
         )
 
     def _recurrent(self, index: int) -> RecurrentMixer:
         parts = mixer_parts(self._config, self._shard)
         place = f"model.layers.{index}.{parts.place}"
         return parts.make(
-            into=self._linear(place, parts.into, bias=parts.bias, stored=parts.stored, factors=parts.factors),
-            output=self._back(
+            into=self.linear(place, parts.into, bias=parts.bias, stored=parts.stored, factors=parts.factors),
+            output=self.back(
                 place,
                 parts.output,
                 parts.inner,
@@ -320,7 +158,7 @@ class _Parts:
             ),
             parameters={name: (part, self.empty(*part.own_shape)) for name, part in parts.parameters.items()},
             within={
-                name: self._linear(place, {name: part}, bias=False) for name, part in parts.within.items()
+                name: self.linear(place, {name: part}, bias=False) for name, part in parts.within.items()
             },
             # With attention beside it, attention is the last.
             is_last=index == self._config.last_mixer and not self._config.layers[index].attention,
@@ -333,16 +171,16 @@ class _Parts:
         heads, kv_heads, width = self._shard.heads, self._shard.kv_heads, config.head_dim
         head_norm = row_norms = None
         if family.qk_norm == "head":
-            head_norm = self._norm_weight(len(heads) + len(kv_heads), width)
+            head_norm = self.norm_weight(len(heads) + len(kv_heads), width)
         elif family.qk_norm == "row":
-            row_norms = self._norm_weight(len(heads) * width), self._norm_weight(len(kv_heads) * width)
+            row_norms = self.norm_weight(len(heads) * width), self.norm_weight(len(kv_heads) * width)
         sinks = torch.empty(len(heads), dtype=torch.float32, device=self._device) if family.sinks else None
         return Attention(
             config,
             self._shard,
             index,
             qkv=self._qkv(place),
-            output=self._back(
+            output=self.back(
                 place,
                 family.attention_output,
                 all_heads * width,
@@ -361,8 +199,8 @@ class _Parts:
         sizes = [count * width for count in counts]
         parts = [scaled(own, width) for own in (self._shard.heads, *[self._shard.kv_heads] * 2)]
         if not self._family.gated_attention:
-            multipliers = config.multipliers.qkv
-            return self._into(place, names, sizes, parts, bias=config.attention_bias, multipliers=multipliers)
+            bias, multipliers = config.attention_bias, config.multipliers.qkv
+            return self.projections(place, names, sizes, parts, bias=bias, multipliers=multipliers)
         # A checkpoint has query and gate of each head together; here all gates come first.
         starts = range(0, 2 * sizes[0], 2 * width)[self._shard.heads.start : self._shard.heads.stop]
         rows = [range(start + first, start + first + width) for first in (width, 0) for start in starts]
@@ -370,7 +208,7 @@ class _Parts:
         taken = {names[0]: Slice((2 * sizes[0], hidden), tuple(rows), range(hidden))}
         for name, size, part in zip(names[1:], sizes[1:], parts[1:], strict=True):
             taken[name] = Slice((size, hidden), (part,), range(hidden))
-        return self._linear(place, taken, bias=config.attention_bias)
+        return self.linear(place, taken, bias=config.attention_bias)
 
     def _mlp(self, index: int, name: str, width: int) -> GatedMlp:
         own = f"{name}."
@@ -380,10 +218,10 @@ class _Parts:
         stored = self._family.gguf_mlp_names if config.gguf_layout else ()
         count = 2 if self._family.gated_mlp else 1
         multipliers = [config.multipliers.gate, 1.0][-count:]
-        gate_up = self._into(
+        gate_up = self.projections(
             place, names, [width] * count, [part] * count, bias=bias, stored=stored, multipliers=multipliers
         )
-        down = self._back(
+        down = self.back(
             place, self._family.mlp_down, width, part, bias=bias, multiplier=config.multipliers.down
         )
         return GatedMlp(gate_up, down, config.activation, own)
@@ -403,11 +241,8 @@ class _Parts:
 
     def _router(self, name: str, count: int, width: int) -> Weight:
         if self._family.wide_router:
-            return DenseWeight(self._wide(count, width))
+            return DenseWeight(self.wide(count, width))
         return self.matrix({name: count}, width)
-
-    def _wide(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def _latent(self, layer: int, names: ExpertNames, size: int) -> tuple[Linear, Linear] | None:
         """The projections to the experts' narrower width and back. None: there are none."""
@@ -420,7 +255,7 @@ class _Parts:
         )
         # The ranks' outputs are summed, so only one rank adds the bias.
         back_bias = bias and self._shard.is_first
-        return self._linear(place, into, bias=bias), self._linear(place, back, bias=back_bias)
+        return self.linear(place, into, bias=bias), self.linear(place, back, bias=back_bias)
 
     def _experts(self, layer: int, index: int) -> Experts:
         """The experts of a layer. `index`: its number among the layers with experts."""
@@ -434,7 +269,7 @@ class _Parts:
                 {f"{place}{name.format(expert)}.weight": count for name, count in rows.items()}
                 for expert in range(experts.count)
             ]
-            return self._matrices(named, inputs, taken)
+            return self.matrices(named, inputs, taken)
 
         biases = None
         if self._family.expert_biases:
@@ -447,7 +282,7 @@ class _Parts:
             index,
             biases=biases,
             router=self._router(f"{place}{names.router}.weight", experts.count, width),
-            correction=self._wide(experts.count) if experts.corrected else None,
+            correction=self.wide(experts.count) if experts.corrected else None,
             latent=self._latent(layer, names, experts.latent),
             gate_up=matrices(
                 {name: len(part) for name in (names.gate, names.up) if name}, outer, range(outer)

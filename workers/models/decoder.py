@@ -104,15 +104,7 @@ class Decoder(Adapted):
         of_layer = LayerKv(len(shard.kv_heads), width, width)
         if config.latent is not None:
             of_layer = LayerKv(1, width, config.latent.latent, in_keys=True)
-        self.state_shapes: tuple[StateShape, ...] = ()
-        for body in (part for sublayer in self._sublayers() for part in parts_of(sublayer.body)):
-            if isinstance(body, RecurrentMixer):
-                first, shapes = len(self.state_shapes), body.state_shapes
-                body.states = range(first, first + len(shapes))
-                self.state_shapes += shapes
-        if mtp_head is not None:
-            mtp_head.state = len(self.state_shapes)
-            self.state_shapes += (mtp_head.state_shape,)
+        self.state_shapes = self._number_states()
         # A recurrent state belongs to a single text, so there is none for each branch of a tree.
         self.takes_trees = not self.state_shapes
         self.graphable = mtp_head is None
@@ -136,6 +128,18 @@ class Decoder(Adapted):
         self._embedding_scale = config.embedding_scale
         if config.family.scales_embeddings:
             self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+
+    def _number_states(self) -> tuple[StateShape, ...]:
+        """The shapes of all recurrent states. Tells each part of the model which of them it has."""
+        found: tuple[StateShape, ...] = ()
+        for body in (part for sublayer in self._sublayers() for part in parts_of(sublayer.body)):
+            if isinstance(body, RecurrentMixer):
+                body.states = range(len(found), len(found) + len(body.state_shapes))
+                found += body.state_shapes
+        if self.mtp_head is not None:
+            self.mtp_head.state = len(found)
+            found += (self.mtp_head.state_shape,)
+        return found
 
     def targets(self) -> dict[str, LoadTarget]:
         """The target of each tensor of a Hugging Face checkpoint, by the tensor's name.

@@ -26,7 +26,7 @@ from kernels.group_formats import GroupFormat
 from kernels.quantisers import quantise
 from kernels.rope import rope_frequencies
 from kernels.weight_formats import OnGpu, WeightFormat
-from workers.models.builder import FormatOf, build_decoder, is_router
+from workers.models.builder import build_decoder, is_router
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -36,6 +36,7 @@ from workers.models.library.errors import library_errors
 from workers.models.library.quantised_module import put_values, separate_experts, values_of
 from workers.models.library.scaled_down_model import GAIN, INNER_WIDTH, scaled_down_model
 from workers.models.library.settings import LibrarySettings, read_settings
+from workers.models.parameters import FormatOf
 from workers.models.self_check import check_parity
 from workers.models.stacked_experts import separated_values
 from workers.models.weights import formats_of, names_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernels.group_formats import CHUNK_GROUPS, FORMATS, GROUP_INPUTS, GroupFormat
-from workers.models.builder import FormatOf, build_decoder, is_router
+from workers.models.builder import build_decoder, is_router
 from workers.models.config import ModelConfig
+from workers.models.parameters import FormatOf
 
 RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
 """All matrices in one format; or "q4_k_m", which has more bits where they matter most."""

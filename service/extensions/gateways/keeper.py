@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ from service.config import Config
 from service.extensions.gateways.peers import Addresses
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
-from service.extensions.gateways.postgres.leases import WATCH_S, Lease, Leases, Owned
+from service.extensions.gateways.postgres.leases import LEASE_S, WATCH_S, Lease, Leases, Owned
 from service.extensions.gateways.sharing import decide
 from service.journal.base import JournalUnusable, OwnershipLost
 from service.logging import get_logger
@@ -26,6 +27,8 @@ _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
 # How long to wait before a shard is tried again after its core has failed.
 _FAILED_S: Final = 5.0
+# Who has a shard meanwhile that cannot be opened.
+_NO_GATEWAY: Final = "none"
 # A statement without an answer for this long has failed, and the connection is opened again.
 _ANSWER_S: Final = 3.0
 _Opened = TypeVar("_Opened")
@@ -54,12 +57,14 @@ class Keeper:
     def __init__(self, config: Config, address: str, shards: int) -> None:
         """`address`: of this gateway for others and, after a space, for clients. `shards`: number of all."""
         self.owner = secrets.token_hex(_OWNER_BYTES)
+        self._address = address
         self._drain_grace_s = config.drain_grace_s
         self._shards = shards
         # Two connections, so that a renewal never waits for a query of the owners.
         self._table, self._renewals = (Database(config.journal, _ANSWER_S) for _ in range(2))
         self._leases = Leases(self._renewals, self.owner, address)
         self._lookups = Leases(self._table, self.owner, address)
+        self._failed = Leases(self._renewals, _NO_GATEWAY, "", _FAILED_S)
         # The lease of the row that represents this gateway itself.
         self._own_lease: Lease
         self._owners: Sequence[Owned] = ()
@@ -75,24 +80,23 @@ class Keeper:
     async def join(self, open_home: Callable[[Shard, Lease, Leases], Awaitable[_Opened]]) -> _Opened:
         """Waits for a first shard that can be opened, and opens it.
 
-        Raises DatabaseFailed or ConfigError; and JournalUnusable if no shard that it may take can be opened.
+        Raises DatabaseFailed or ConfigError; and JournalUnusable if no shard can be opened.
         """
         await self._table.prepare()
         count = await self._lookups.create(self._shards)
         if count != self._shards:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "", self._shards, allowed)
+        await self._require_own_addresses()
         self._own_lease = await self._take_own_lease()
         # The database may have just come back. Then this gateway must not take the shards of owners that
         # could not renew. After a crash of an owner this wait is not needed, but the two look the same.
         if any(row.has_lapsed and row.shard >= 0 for row in await self._leases.owners()):
             await self._leases.let_owners_renew()
-        waits = False
+        waits, damaged = False, set[int]()
         while True:
             self._on_owners(await self._leases.owners())
-            take = decide(self._owners, self.owner).take
-            damaged = 0
-            for shard in take:
+            for shard in decide(self._owners, self.owner).take:
                 lease = await self._leases.acquire(shard)
                 try:
                     if lease is not None:
@@ -100,9 +104,8 @@ class Keeper:
                         self._home = shard
                         return opened
                 except JournalUnusable as error:
-                    damaged += 1
-                    if damaged == len(take):
-                        # The shards stay free, and while any is free, the others give none back.
+                    damaged.add(shard)
+                    if len(damaged) == self._shards:
                         raise
                     _log.error("a shard cannot be opened", shard=shard, error=str(error))
             if not waits:
@@ -110,6 +113,22 @@ class Keeper:
                 _log.info("waiting for a shard: others have those that this gateway could begin with")
             await asyncio.sleep(WATCH_S)
             await self._renew_own_lease()
+
+    async def _require_own_addresses(self) -> None:
+        """Raises ConfigError if another gateway that runs has an address of this one."""
+        own, until_s = self._address.split(), time.monotonic() + LEASE_S
+        while taken := [
+            address
+            for row in await self._leases.owners()
+            if row.shard < 0 and self._leases.is_connected(row)
+            for address in row.address.split()
+            if address in own
+        ]:
+            # It may also be this gateway before a crash of its host, whose lease ends.
+            if time.monotonic() > until_s:
+                name = "peer_listen" if taken[0] == own[0] else "advertise"
+                raise ConfigError(name, "", taken[0], "another gateway that runs has this address")
+            await asyncio.sleep(WATCH_S)
 
     async def _take_own_lease(self) -> Lease:
         """Takes the first free row of a gateway."""
@@ -121,7 +140,9 @@ class Keeper:
     def _on_owners(self, owners: Sequence[Owned]) -> None:
         self._owners = owners
         others = [
-            (row.shard, row.address.partition(" ")) for row in owners if row.owner not in ("", self.owner)
+            (row.shard, row.address.partition(" "))
+            for row in owners
+            if row.address and row.owner != self.owner
         ]
         self.addresses.peers = {shard: both[0] for shard, both in others}
         self.addresses.public = {shard: both[-1] for shard, both in others}
@@ -224,10 +245,13 @@ class Keeper:
     ) -> _Opened:
         try:
             return await open_one(Shard(shard, self._shards), lease, self._leases)
-        except BaseException:
+        except BaseException as error:
             # Another gateway may be able to open it.
             with contextlib.suppress(DatabaseFailed):
                 await self._leases.give_back(lease)
+                if isinstance(error, JournalUnusable):
+                    # While a shard is free, nobody gives one to a gateway that has none.
+                    await self._failed.acquire(shard)
             raise
 
     async def _run_core(self, shard: int, core: RunningCore) -> None:

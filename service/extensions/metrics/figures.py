@@ -95,7 +95,8 @@ class Appends:
         self.prompt_tokens = self.generated_tokens = 0
         # Counts for verifies that keep only accepted tokens, including those of Execute.
         self.draft_tokens = self.accepted_tokens = 0
-        # From the request until it is durable and answered. A verify adds one value: its time per token.
+        # From the request until it is durable and answered. One of several tokens adds one value: its
+        # time per token.
         self.first_token, self.token = Distribution(TIMES_S), Distribution(TIMES_S)
         # How long prompts waited in their workers.
         self.queue = Distribution(TIMES_S)
@@ -121,15 +122,13 @@ class Appends:
             return
         kind = append.kind
         self.answered[kind] += 1
-        if kind is DECODE:
-            self.generated_tokens += 1
-            self.token.add(took_s)
-        elif kind is VERIFY:
+        if kind is DECODE or kind is VERIFY:
+            # A decode of Execute can keep several, too.
             self.generated_tokens += outcome.kept
+            self.token.add(took_s / outcome.kept)
             if append.accept:
                 self.draft_tokens += len(append.token_ids) - 1
                 self.accepted_tokens += outcome.kept - 1
-            self.token.add(took_s / outcome.kept)
         else:
             self.prompt_tokens += len(append.token_ids)
             if kind is PREFILL and append.rows:

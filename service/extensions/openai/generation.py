@@ -31,7 +31,7 @@ from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.answer_parts import formats_of_model
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
-from service.runtimes.items import num_samples
+from service.runtimes.items import FORK_REQUESTS, num_samples
 from service.text.text_model import TextModel
 
 # The method Forward of the API.
@@ -105,7 +105,8 @@ class CompletionHandler:
         if tenant is not None:
             # Otherwise the first sample above the quota would end the response, and waste the others.
             is_local = completion_request.model.is_local
-            tenant.require_at_once(sum(map(num_samples, items)) if is_local else len(items))
+            samples = [num_samples(item) if is_local else 1 for item in items]
+            tenant.require_at_once(sum(samples) + FORK_REQUESTS * sum(number > 1 for number in samples))
         async with self._response(completion_request) as response:
             # Built here because `_response` may have tokenized prompts.
             request = runner_pb2.ExecuteRequest(

@@ -72,7 +72,6 @@ def responses(
     """
     fields = Fields(value)
     tenant = current_tenant_name()
-    previous_id = fields.get("previous_response_id", string)
     body: dict[str, Any] = {name: fields.raw(name) for name in _SAME}
     body["max_completion_tokens"] = fields.raw("max_output_tokens")
     instructions = fields.get("instructions", string)
@@ -98,21 +97,8 @@ def responses(
         if fields.raw(name) is not None:
             raise unsupported(name, "is not stored: send it as input, or name the response before")
     is_kept = fields.get("store", boolean) is not False
+    given = _repeated(fields)
     fields.refuse_others(IGNORED | {"stream_options"}, _NEUTRAL)
-    given = {
-        "instructions": instructions,
-        "max_output_tokens": body["max_completion_tokens"],
-        "parallel_tool_calls": body["parallel_tool_calls"] is not False,
-        "temperature": body["temperature"],
-        "top_p": body["top_p"],
-        "tool_choice": choice or "auto",
-        "tools": tools,
-        "text": text or {"format": {"type": "text"}},
-        "reasoning": reasoning or {"effort": None, "summary": None},
-        "metadata": fields.raw("metadata") or {},
-        "previous_response_id": previous_id,
-        "store": is_kept,
-    }
 
     def keep(response: Mapping[str, Any]) -> None:
         if is_kept:
@@ -120,6 +106,24 @@ def responses(
             stored.keep(tenant, messages[len(system) :], response)
 
     return as_chat(ResponsesRequest, body, resolve, names, given=given, keep=keep)
+
+
+def _repeated(fields: Fields) -> dict[str, Any]:
+    """The fields that the response repeats, with the defaults of those that are absent."""
+    return {
+        "instructions": fields.raw("instructions"),
+        "max_output_tokens": fields.raw("max_output_tokens"),
+        "parallel_tool_calls": fields.raw("parallel_tool_calls") is not False,
+        "temperature": fields.raw("temperature"),
+        "top_p": fields.raw("top_p"),
+        "tool_choice": fields.raw("tool_choice") or "auto",
+        "tools": fields.raw("tools") or [],
+        "text": fields.raw("text") or {"format": {"type": "text"}},
+        "reasoning": fields.raw("reasoning") or {"effort": None, "summary": None},
+        "metadata": fields.raw("metadata") or {},
+        "previous_response_id": fields.get("previous_response_id", string),
+        "store": fields.raw("store") is not False,
+    }
 
 
 def _input(fields: Fields) -> list[Any]:

@@ -28,8 +28,8 @@ from kernels.paged_attention import CUDA_LATENT_WIDTHS, CUDA_WIDTH_PAIRS, CUDA_W
 from kernels.short_conv import short_conv, silu_conv
 from kernels.state_rows import StateRows
 from kernels.weight_formats import OnGpu, WeightFormat
-from workers.models.builder import FormatOf
 from workers.models.config import ModelConfig
+from workers.models.parameters import FormatOf
 
 # By architecture: H100, L40 and A100.
 DEVICES = {

@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,9 +21,10 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
+from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Dispatcher, OnOutcomes, Outcome
 from service.errors import QuotaExceeded
-from service.runtimes import sample_steps
+from service.runtimes import local_run, sample_steps
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -352,6 +354,23 @@ async def test_a_prefix_that_cannot_be_forked_is_released_at_once() -> None:
     fork = next(at for at, request in enumerate(dispatcher.requests) if isinstance(request, Fork))
     releases = [at for at, request in enumerate(dispatcher.requests) if isinstance(request, Release)]
     assert fork < releases[0] < len(dispatcher.requests) // 2, "others have tokens to come"
+
+
+@pytest.mark.parametrize(("max_per_s", "used"), [(5, 0), (7, 2)])
+async def test_samples_beyond_the_rate_are_refused_before_their_prompt_is_computed(
+    monkeypatch: pytest.MonkeyPatch, max_per_s: int, used: int
+) -> None:
+    """It is a request, and so are its copies. Before, some of four samples were refused after them."""
+    monkeypatch.setattr(local_run, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    gateway, reader, alice = Gateway(), Reader(random.Random(1)), Tenant("alice", Quota(max_per_s=max_per_s))
+    alice.admit(0.0, used)
+    run = LocalRun(gateway.dispatcher, Batch("key", alice, []), reader)
+    running = asyncio.create_task(run_to_end(run, [prepared("x", [1, 2, 3], 1, 4)]))
+    while not running.done():
+        gateway.work()
+        await asyncio.sleep(0)
+    ends = [reader.chunks["x", sample][-1].error for sample in range(4)]
+    assert [status_reason(error) for error in ends] == ["QUOTA"] * 4 and not gateway.sent
 
 
 class FullReader(Reader):

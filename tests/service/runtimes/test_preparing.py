@@ -16,7 +16,7 @@ from service.runtimes.embedding import Embedder
 from service.runtimes.preparing import ItemPreparer
 from service.runtimes.sample import Sample
 from service.text.text_model import TextModel
-from tests.service.extensions.openai.test_front import unexpected
+from tests.service.extensions.openai.served_front import unexpected
 from tests.service.served import state_of
 from workers.common import worker_pb2
 

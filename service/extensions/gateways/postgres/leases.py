@@ -177,6 +177,10 @@ class Leases:
             for shard, fence, owner, address, left_s in rows
         ]
 
+    def is_connected(self, row: Owned) -> bool:
+        """Whether its owner's connection was open when the owners were looked up before the last time."""
+        return row.left_s > _SHORT_PART * self._lease_s
+
     async def create(self, shards: int) -> int:
         """Creates this number of shards unless there are some already. Returns how many there are."""
         lease_ids = [secrets.token_hex(_LEASE_ID_BYTES) for _ in range(shards)]

@@ -13,7 +13,13 @@ import pytest
 
 from service.auth.tokens import Role, new_token
 from tests.chat_templates import byte_tokenizer
-from tests.service.extensions.openai.test_front import QUESTION, TIMEOUT_S, FakeRuntime, generate_yes, serving
+from tests.service.extensions.openai.served_front import (
+    QUESTION,
+    TIMEOUT_S,
+    FakeRuntime,
+    generate_yes,
+    serving,
+)
 
 READ = ("/is_paused", "/get_world_size", "/weight_info")
 OPERATORS = (
@@ -125,14 +131,17 @@ async def test_text_becomes_tokens_within_the_quota(
     assert "max_per_s" in found[1].json()["error"]["message"]
 
 
-@pytest.mark.parametrize("more", [{"prompt": ["a"] * 6}, {"prompt": ["a"] * 2, "n": 3}])
+@pytest.mark.parametrize("more", [{"prompt": ["a"] * 6}, {"prompt": ["a"] * 2, "n": 3}, {"n": 4}])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_exceeds_the_rate_is_not_begun(tmp_path: Path, more: dict[str, Any], stream: bool) -> None:
-    """Before, one sample ended the response, when the others had been computed; and it was to be retried."""
+    """Before, one sample ended the response, when the others had been computed; and it was to be retried.
+
+    The prompt of several samples is a request, and so are the copies of it.
+    """
     token, line = new_token("alice", [Role.CALL])
     (tmp_path / "tokens").write_text(f"[tokens]\n{line}\n[tenants.alice]\nmax_per_s = 5\n")
     texts, file = {"tokenizer_json": byte_tokenizer().to_str().encode()}, str(tmp_path / "tokens")
-    body = {"model": "local", "max_tokens": 1, "stream": stream, **more}
+    body = {"model": "local", "max_tokens": 1, "stream": stream, "prompt": "aa", **more}
     async with serving(FakeRuntime(generate_yes, "local"), texts=texts, tokens=file) as served:
         url = f"http://127.0.0.1:{served.port}/v1/completions"
         async with httpx2.AsyncClient(headers={"authorization": f"Bearer {token}"}) as client:

@@ -16,7 +16,7 @@ from service.extensions.openai import errors
 from service.extensions.openai.generate import GenerateRequest, generate
 from service.extensions.openai.models import ResolvedModel
 from service.runtimes.base import Batch, ChunkSink
-from tests.service.extensions.openai.test_front import FakeRuntime, chunk, serving
+from tests.service.extensions.openai.served_front import FakeRuntime, chunk, serving
 from tests.service.extensions.openai.test_requests import VALUES
 
 DEFAULTS = types_pb2.SamplingParams(temperature=0.5, top_k=20)

@@ -10,7 +10,7 @@ from typing import Any
 from service.budgets import Budget
 from service.extensions.openai.responses_api import responses
 from service.extensions.openai.stored_responses import KEPT_S, TENANT_SHARE, StoredResponses
-from tests.service.extensions.openai.test_front import (
+from tests.service.extensions.openai.served_front import (
     TIMEOUT_S,
     FakeRuntime,
     Server,

@@ -15,7 +15,7 @@ from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.items import failures
 from service.runtimes.preparing import ItemPreparer
 from tests.chat_templates import byte_tokenizer
-from tests.service.extensions.openai.test_front import FakeRuntime, serving
+from tests.service.extensions.openai.served_front import FakeRuntime, serving
 
 # In the style of Qwen: calls as Hermes writes them, and thoughts that the prompt may begin.
 TEMPLATE = (

@@ -20,7 +20,7 @@ from service.extensions.openai.stored_responses import StoredResponses
 from service.runtimes.base import Batch, ChunkSink
 from service.text.bounded_json import MAX_BYTES
 from service.text.output_parser import Part
-from tests.service.extensions.openai.test_front import FakeRuntime, chunk, serving
+from tests.service.extensions.openai.served_front import FakeRuntime, chunk, serving
 from tests.service.extensions.openai.test_requests import resolve
 from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
 
