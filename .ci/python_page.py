@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, is_typeddict
+from typing import Any, get_origin, is_typeddict
 
 import quire
 from google.protobuf.message import Message
@@ -23,13 +23,15 @@ _HEAD = """# Python API
 `AsyncClient`, `AsyncSession`, `AsyncCache` and `AsyncExecution` are the same for asyncio: each method that
 asks the server is awaited, and `async with client.prefill(...)` needs no inner await. Messages of the API,
 such as `StepOutput`, are those of the [protos](../protos/quire/v1), with types for checkers; comments there
-give meaning, unit and limits.
+give meaning, unit and limits. `Accept`, `Cause`, `FinishReason`, `Policy`, `Priority` and `Prompt` are for
+annotations.
 """
 _ERRORS_END = """Each has `code`, `reason`, `message`, `metadata` (details of the reason, as strings),
 `retry_delay_s` and `violations` (pairs of a field and what is wrong with it). [errors.md](errors.md) lists
 the reasons.
 """
-# By section, in the order of the page. What else is exported is an exception, or a message of the API.
+# By section, in the order of the page. What else is exported is an exception, a message of the API, or an
+# alias for annotations.
 _SECTIONS = {
     "Clients": ("Client", "Session", "Tls", "CallOptions"),
     "Caches": ("Cache", "Verified", "PrefillItem", "ScoreItem", "Scored"),
@@ -40,7 +42,7 @@ _SECTIONS = {
         "draft_probabilities",
         "draft_from_top",
     ),
-    "Whole texts": ("Execution", "Answer", "Chunk", "item", "TextSettings"),
+    "Whole texts": ("Execution", "Generation", "Answer", "Chunk", "item", "TextSettings"),
     "Text as tokens": ("ModelTokenizer", "Detokenizer"),
     "Results": ("checked", "floats", "expert_ids"),
 }
@@ -165,7 +167,7 @@ def undocumented() -> list[str]:
     return [
         name
         for name, thing in exported.items()
-        if name not in shown and not (inspect.isclass(thing) and issubclass(thing, others))
+        if not (name in shown or get_origin(thing) or (inspect.isclass(thing) and issubclass(thing, others)))
     ]
 
 

@@ -237,6 +237,10 @@ class FakeExecutor(
 
     def ReleaseCache(self, request: Any, context: Any) -> executor_pb2.ReleaseCacheResponse:
         with self._call("ReleaseCache", request, context):
+            for request_id in request.request_ids:
+                made = self._forked.get(request_id) or [self._by_request_id.get(request_id, "")]
+                for cache_id in made:
+                    self.caches.pop(cache_id, None)
             return executor_pb2.ReleaseCacheResponse(
                 released=self.caches.pop(request.cache_id, None) is not None
             )

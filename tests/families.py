@@ -410,7 +410,7 @@ def some(names: Iterable[Any], always: Container[Any]) -> list[ParameterSet]:
     return [pytest.param(name, marks=() if name in always else pytest.mark.thorough) for name in names]
 
 
-def by_turns(
+def paired(
     names: Iterable[Any],
     values: Sequence[Any],
     always: Container[Any] | None = None,

@@ -141,6 +141,7 @@ def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:
 
 
 def _release(request: executor_pb2.ReleaseCacheRequest, *_: object) -> Release:
+    validation.check_cache_id(request.cache_id)
     return Release(request.cache_id)
 
 

@@ -104,8 +104,16 @@ class ExecutorApi:
     ForkCache = partialmethod(_run, CALLS["ForkCache"])
     ForkCaches = partialmethod(_run, CALLS["ForkCaches"])
     TruncateKV = partialmethod(_run, CALLS["TruncateKV"])
-    ReleaseCache = partialmethod(_run, CALLS["ReleaseCache"])
     RenewCache = partialmethod(_run, CALLS["RenewCache"])
+
+    async def ReleaseCache(self, request: pb.ReleaseCacheRequest, context: Context) -> Any:
+        if request.request_ids:
+            most = self._state.config.max_items_per_call
+            validation.check_num_items(request.request_ids, most, "request_ids")
+            self._dispatcher.forget(request.request_ids, current_tenant())
+            if not request.cache_id:
+                return pb.ReleaseCacheResponse()
+        return await self._run(CALLS["ReleaseCache"], request, context)
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext
@@ -153,7 +161,7 @@ class ExecutorApi:
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        await self._state.first_worker(context.time_remaining(), of_recovered=False)
+        await self._state.first_worker(context.time_remaining(), always=True)
         ready = self._state.first_ready
         tokenizer_json = ready.tokenizer_json if request.include_tokenizer else b""
         wants_template = request.include_chat_template and ready.chat_template.sources
@@ -184,7 +192,7 @@ class ExecutorApi:
         response.limits.message_timeout.CopyFrom(_duration(config.message_timeout_s))
         with contextlib.suppress(NoWorker):
             # Without a worker, an answer with what is known is better than a failure.
-            await self._state.first_worker(context.time_remaining(), of_recovered=False)
+            await self._state.first_worker(context.time_remaining(), always=True)
             ready = self._state.first_ready
             response.executor.CopyFrom(ready.executor)
             response.max_top_logprobs = min(validation.MAX_TOP_LOGPROBS, ready.model.vocab_size)

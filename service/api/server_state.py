@@ -127,13 +127,13 @@ class ServerState:
         await self.first_worker(timeout_s)
         return self.limits
 
-    async def first_worker(self, timeout_s: float | None, *, of_recovered: bool = True) -> None:
+    async def first_worker(self, timeout_s: float | None, *, always: bool = False) -> None:
         """If caches were recovered, waits until the first worker has loaded the model, or the timeout.
 
-        `of_recovered`: False: waits even if no caches were recovered. Returns early enough for an answer
-        within `timeout_s`. Raises QueueFull if too many calls wait.
+        `always`: waits even if no caches were recovered. Returns early enough for an answer within
+        `timeout_s`. Raises QueueFull if too many calls wait.
         """
-        if (of_recovered and not self.has_recovered) or self.current_limits is not None:
+        if not (always or self.has_recovered) or self.current_limits is not None:
             return
         limit = self.config.max_queued_operations
         if self._waiting >= limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import sys
 import threading
@@ -15,11 +16,14 @@ import pytest
 from quire import (
     AsyncCache,
     AsyncClient,
+    AsyncGeneration,
     AsyncSession,
     Cache,
     CacheNotFound,
     Cancelled,
     Client,
+    DeadlineExceeded,
+    Generation,
     InternalError,
     QuireError,
     Session,
@@ -85,17 +89,24 @@ async def test_cancellation(target: str, executor: FakeExecutor) -> None:
         assert len(executor.calls["ReleaseCache"]) == 1, "a cancelled block releases its cache"
 
 
-class Slow(FakeExecutor):
-    """Answers calls that make or release caches when it is told to."""
+class Unheard(FakeExecutor):
+    """Answers calls that make caches when their callers have left."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_begun, self.may_answer = threading.Event(), threading.Event()
+        self.has_begun, self.may_release = threading.Event(), threading.Event()
+        self.waits = True
+        self.may_release.set()
 
     def _later(self, answer: Callable[..., Any], request: Any, context: Any) -> Any:
+        if not context.is_active():
+            # The test's host is slow, and nothing was begun in time.
+            context.abort(grpc.StatusCode.CANCELLED, "")
         made = answer(request, context)
-        self.has_begun.set()
-        assert self.may_answer.wait(60)
+        has_left = threading.Event()
+        if self.waits and context.add_callback(has_left.set):
+            self.has_begun.set()
+            assert has_left.wait(60)
         return made
 
     def Prefill(self, request: Any, context: Any) -> Any:
@@ -110,6 +121,10 @@ class Slow(FakeExecutor):
     def ForkCaches(self, request: Any, context: Any) -> Any:
         return self._later(super().ForkCaches, request, context)
 
+    def ReleaseCache(self, request: Any, context: Any) -> Any:
+        assert self.may_release.wait(60)
+        return super().ReleaseCache(request, context)
+
 
 @pytest.mark.parametrize(
     ("make", "made"),
@@ -122,39 +137,55 @@ class Slow(FakeExecutor):
     ids=["prefill", "batch_prefill", "fork", "fork_caches"],
 )
 async def test_caches_whose_ids_nobody_got_are_released(make: Callable[..., Any], made: int) -> None:
-    """The answer comes when the task is cancelled already. Before, they stayed until their leases ended."""
-    executor = Slow()
+    """A cancelled call ends at once. Before, it went on for two seconds, and left what it made then."""
+    executor = Unheard()
     with serving(executor) as target:
         async with AsyncClient(target) as client:
-            executor.may_answer.set()
+            executor.waits = False
             cache = await client.prefill([1])
-            executor.may_answer.clear()
-            executor.has_begun.clear()
+            executor.waits = True
             task = asyncio.ensure_future(make(client, cache))
             assert await asyncio.to_thread(executor.has_begun.wait, 60)
             assert len(executor.caches) == 1 + made
             task.cancel()
             await asyncio.wait([task])
             assert task.cancelled()
-            executor.may_answer.set()
-        # A client that is closed has waited for it.
+        # A client that is closed has waited for the release.
         assert [*executor.caches] == [cache.detach()]
 
 
+def test_a_call_of_threads_whose_time_is_over_leaves_no_cache() -> None:
+    executor = Unheard()
+    with serving(executor) as target:
+        with Client(target) as client, pytest.raises(DeadlineExceeded):
+            client.batch_prefill([[1], [2]], timeout_s=0.5)
+        assert not executor.caches
+
+
+async def test_a_call_whose_time_is_over_leaves_no_cache() -> None:
+    executor = Unheard()
+    with serving(executor) as target:
+        async with AsyncClient(target) as client:
+            with pytest.raises(DeadlineExceeded):
+                await client.batch_prefill([[1], [2]], timeout_s=0.5)
+        assert not executor.caches
+
+
 async def test_a_close_that_is_cancelled_closes_the_connection() -> None:
-    """While it waits for the call of a cancelled task. Before, the connection stayed."""
-    executor = Slow()
+    """While it waits for the release after a cancelled call."""
+    executor = Unheard()
     with serving(executor) as target:
         client = AsyncClient(target)
         task = asyncio.create_task(client.prefill([1]))
         assert await asyncio.to_thread(executor.has_begun.wait, 60)
+        executor.may_release.clear()
         task.cancel()
         await asyncio.wait([task])
         closing = asyncio.create_task(client.close())
         await asyncio.sleep(0)
         closing.cancel()
         await asyncio.wait([closing])
-        executor.may_answer.set()
+        executor.may_release.set()
         with pytest.raises(grpc.aio.UsageError):
             await client.prefill([1])
 
@@ -209,7 +240,29 @@ async def test_an_execution_that_is_cancelled_ends_with_that_error(
             await read_and_cancel()
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient, Session, AsyncSession, Cache, AsyncCache])
+def test_a_client_that_is_made_outside_of_a_loop_says_so(target: str) -> None:
+    """Before, its first call said something about futures and loops."""
+    with pytest.raises(RuntimeError, match="made in the event loop"):
+        AsyncClient(target)
+
+
+async def test_leaving_a_loop_over_chunks_ends_the_execution(target: str, executor: FakeExecutor) -> None:
+    """Before, the server went on until the garbage collector of the client ran."""
+    executor.decode_delay_s = 0.01
+    gc.disable()
+    try:
+        async with AsyncClient(target) as client:
+            async for _ in client.execute([1, 2], max_tokens=100_000):
+                break
+            assert await asyncio.to_thread(executor.ended.wait, 30)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Client, AsyncClient, Session, AsyncSession, Cache, AsyncCache, Generation, AsyncGeneration],
+)
 def test_types_can_be_asked_for(kind: type) -> None:
     """Programs do so, such as those that make tools of functions."""
     for name, member in inspect.getmembers(kind, inspect.isfunction):

@@ -134,6 +134,19 @@ def test_a_time_limit_is_a_number(client: Client) -> None:
             with pytest.raises(ValueError, match="timeout_s is a number"):
                 caller.prefill([1], timeout_s=math.nan)
         session.prefill([1], timeout_s=60).release()
+    with pytest.raises(ValueError, match="timeout_s is a number"):
+        Client("127.0.0.1:1", timeout_s=math.nan)
+
+
+def test_the_time_to_close_a_session_is_a_number(gateway: GatewayProcess, client: Client) -> None:
+    """Before, closing one failed, and its stream stayed open."""
+    before = gateway.status().sessions
+    with pytest.raises(ValueError, match="timeout_s is a number"):
+        client.session(close_timeout_s=math.nan)
+    # As long as it takes. Before, threads could not wait so long.
+    with client.session(close_timeout_s=math.inf) as session:
+        session.prefill([1]).release()
+        assert gateway.status().sessions == before + 1
 
 
 def test_a_step_that_took_too_long_can_be_repeated(gateway: GatewayProcess) -> None:

@@ -126,11 +126,14 @@ async def test_a_cancelled_prefill_leaves_no_cache(gateway: GatewayProcess, clie
     assert gateway.status().caches == 0
 
 
-async def test_cancelling_at_any_moment_leaves_no_cache(gateway: GatewayProcess, client: AsyncClient) -> None:
+@pytest.mark.parametrize("is_unary", [False, True])
+async def test_cancelling_at_any_moment_leaves_no_cache(
+    gateway: GatewayProcess, client: AsyncClient, is_unary: bool
+) -> None:
     rng = random.Random(3)
 
-    async def turn(session: AsyncSession, caller: int) -> None:
-        async with session.prefill(prompt_of(caller)) as cache:
+    async def turn(maker: AsyncClient | AsyncSession, caller: int) -> None:
+        async with maker.prefill(prompt_of(caller)) as cache:
             (copy,) = await cache.fork()
             async with copy:
                 for step in range(5):
@@ -138,7 +141,8 @@ async def test_cancelling_at_any_moment_leaves_no_cache(gateway: GatewayProcess,
 
     async with client.session() as session:
         for _ in range(15):
-            turns = [asyncio.create_task(turn(session, caller)) for caller in range(20)]
+            maker = client if is_unary else session
+            turns = [asyncio.create_task(turn(maker, caller)) for caller in range(20)]
             for task in turns:
                 asyncio.get_running_loop().call_later(rng.uniform(0, 0.1), task.cancel)
             await asyncio.wait(turns)

@@ -248,6 +248,7 @@ def cache_cases() -> Iterator[Case]:
             stated = {"position": str(position), "seq_len": str(len(PROMPT))}
             moved = text.replace("POSITION", f"position: {position}")
             yield Case(rpc, moved, "POSITION_MISMATCH", code=code_pb2.FAILED_PRECONDITION, metadata=stated)
+    yield Case("ReleaseCache", "", "EMPTY_CACHE_ID", "cache_id")
 
 
 def size_cases() -> Iterator[Case]:
@@ -262,6 +263,7 @@ def size_cases() -> Iterator[Case]:
     for count in (MAX_ITEMS + 1, 40 * MAX_ITEMS):
         yield Case("BatchDecode", "items { } " * count, "TOO_MANY_ITEMS", "items")
         yield Case("ForkCaches", "forks { } " * count, "TOO_MANY_ITEMS", "forks")
+        yield Case("ReleaseCache", "request_ids: 'r' " * count, "TOO_MANY_ITEMS", "request_ids")
     for held, count in ((0, KV_CAPACITY + 1), (0, 3 * MAX_SEQ_LEN), (len(PROMPT), KV_CAPACITY)):
         lengths = {"wanted_tokens": str(held + count), "kv_capacity_tokens": str(KV_CAPACITY)}
         cache = "cache_id: 'CACHE'" if held else ""

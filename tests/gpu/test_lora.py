@@ -10,7 +10,7 @@ import torch
 
 from kernels.cuda.lora import StackedLora
 from kernels.lora import add_lora, row_slots
-from tests.families import by_turns
+from tests.families import paired
 from tests.gpu import test_graphs
 from tests.gpu.sizes import random_decoder, sized
 from tests.gpu.test_graphs import BATCHES, CONFIGS, PAGES, make_runner, random_rows, random_tokens
@@ -60,7 +60,7 @@ def adapted(
     ("name", "max_rank"),
     sized(
         [*itertools.product(PROJECTIONS, RANKS)],
-        by_turns(PROJECTIONS, RANKS[::-1], always=("qkv", "gate_up")),
+        paired(PROJECTIONS, RANKS[::-1], always=("qkv", "gate_up")),
     ),
 )
 def test_is_right_and_has_the_same_bits_in_any_batch(name: str, max_rank: int, device: torch.device) -> None:

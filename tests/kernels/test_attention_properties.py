@@ -10,7 +10,7 @@ import torch
 
 from kernels.packed_pages import LeadingValues
 from kernels.paged_attention import paged_attention
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.attention_case import (
     CAP_AND_SINKS,
     COMPILED,
@@ -56,7 +56,7 @@ def test_bits_of_a_divided_item_depend_on_nothing_but_lengths_of_others(device: 
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("names", "width", "window"), by_turns(map("+".join, ((), *FEATURES)), [(128, None), (80, 300)])
+    ("names", "width", "window"), paired(map("+".join, ((), *FEATURES)), [(128, None), (80, 300)])
 )
 def test_bits_of_a_row_depend_on_its_sequence_only(
     dtype: torch.dtype, names: str, width: int, window: int | None

@@ -17,7 +17,7 @@ from kernels.experts import Biases, ExpertWeights, experts, pack_experts, route,
 from kernels.gated_activation import OF_THE_GATE, Activation
 from kernels.linear import DenseWeight, can_pack
 from kernels.routing_rule import RoutingRule
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.conftest import NEEDS_TRITON, SELDOM
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.instruction_sets import need_compiled
@@ -102,7 +102,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("tokens", "count", "k", "width", "inner", "dtype"),
-    by_turns(SHAPES, [torch.float32, torch.bfloat16], mark=SELDOM),
+    paired(SHAPES, [torch.float32, torch.bfloat16], mark=SELDOM),
 )
 def test_is_accurate(
     tokens: int, count: int, k: int, width: int, inner: int, dtype: torch.dtype, run: Run

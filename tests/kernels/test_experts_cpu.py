@@ -17,7 +17,7 @@ from kernels.linear import DenseWeight, linear
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.grouped_weights import random_weight
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.test_experts import choices, matrices, pack
@@ -130,7 +130,7 @@ def quantised(form: WeightFormat | None, outputs: int, inputs: int, dtype: torch
 @pytest.mark.usefixtures("one_call")
 # Formats go with dtypes, and numbers of tokens with the formats by turns.
 @pytest.mark.parametrize(
-    ("name", "dtype", "tokens", "k"), by_turns(product(FORMS, DTYPES), [(300, 2), (33, 3), (5, 2), (1, 1)])
+    ("name", "dtype", "tokens", "k"), paired(product(FORMS, DTYPES), [(300, 2), (33, 3), (5, 2), (1, 1)])
 )
 def test_bits_of_quantised_experts_are_those_of_each_pair_by_itself(
     name: str, dtype: torch.dtype, tokens: int, k: int

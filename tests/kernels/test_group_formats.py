@@ -14,7 +14,7 @@ from kernels.gguf_blocks import blocks_of, parts_of
 from kernels.group_formats import FORMATS, TABLES, GroupFormat, integer_groups, table_groups
 from kernels.grouped_weight import GroupedWeight
 from kernels.quantisers import QUANTISERS, quantise
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.grouped_weights import empty
 from workers.common.gguf.header import TYPES
 
@@ -106,7 +106,7 @@ def random_integers(
 
 @pytest.mark.parametrize(
     ("form", "outputs", "inputs"),
-    by_turns(integer_formats(), [(19, 1280), (16, 96), (3, 40)]),
+    paired(integer_formats(), [(19, 1280), (16, 96), (3, 40)]),
     ids=lambda value: getattr(value, "name", None),
 )
 def test_integers_are_scaled(form: GroupFormat, outputs: int, inputs: int) -> None:

@@ -16,7 +16,7 @@ from kernels.group_layout import Parts
 from kernels.grouped_weight import GroupedWeight, grouped_reference, round_rows
 from kernels.linear import linear, pack_weight
 from kernels.quantisers import QUANTISERS, quantise
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.grouped_weights import KINDS, empty, numbers, random_weight
 from tests.kernels.instruction_sets import need_compiled, use
 
@@ -239,7 +239,7 @@ def test_products_of_unrounded_rows_have_the_bits_of_the_dequantised_weight(
 
 # What is done with the rows is the same for all forms, and so are forms for all rows.
 @pytest.mark.parametrize(
-    ("form", "rounds_rows"), by_turns(KINDS, [True, False]), ids=lambda value: getattr(value, "name", None)
+    ("form", "rounds_rows"), paired(KINDS, [True, False]), ids=lambda value: getattr(value, "name", None)
 )
 def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(
     form: GroupFormat, rounds_rows: bool

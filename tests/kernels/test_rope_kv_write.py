@@ -14,7 +14,7 @@ import torch
 from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
 from kernels.rope import RopeSpec, rope_frequencies, rope_table
 from kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.conftest import NEEDS_TRITON, SELDOM
 from tests.kernels.cuda.poison import assert_rounded, assert_same_roundings, far_apart, same_bits, surrounded
 from tests.kernels.pages import dense, packed
@@ -137,7 +137,7 @@ NORMS = [
 # Twice by turns: each shape with two of the norms.
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "rotary", "dtype", "norm"),
-    [*by_turns(SHAPES, NORMS[:3], mark=SELDOM), *by_turns(SHAPES, NORMS[3:], mark=SELDOM)],
+    [*paired(SHAPES, NORMS[:3], mark=SELDOM), *paired(SHAPES, NORMS[3:], mark=SELDOM)],
 )
 def test_is_accurate_and_writes_the_named_slots_only(
     heads: int,

@@ -32,6 +32,7 @@ ABSENT = {
     "ForwardRequest.cache_salt", "ForwardRequest.adapter_id", "ForwardRequest.experts",
     "ForkCacheRequest.release", "ForkCacheRequest.request_id", "ForkCachesRequest.release",
     "ForkCachesRequest.request_id", "ListCachesRequest.page_token", "SessionRequest.calls",
+    "ReleaseCacheRequest.request_ids",
     "ExecuteRequest.request_id", "ExecuteRequest.runtime", "ExecuteRequest.resume_after",
     "ExecuteItem.stop", "ExecuteItem.stop_token_ids", "ExecuteItem.adapter_id", "ExecuteItem.cache_salt",
     "ChatMessage.tool_calls", "ChatMessage.tool_call_id", "ChatMessage.name", "Chat.template",

@@ -89,7 +89,7 @@ def assert_adds_as_peft(decoder: Decoder, weights: LoraWeights, model: Path, dir
                 [matrix(pair.b.double()) @ matrix(pair.a.double()) for pair in pairs]
                 for matrix in (torch.clone, torch.abs)
             )
-            join = (lambda parts: torch.stack(parts, 1).flatten(0, 1)) if stack.by_turns else torch.cat
+            join = (lambda parts: torch.stack(parts, 1).flatten(0, 1)) if stack.interleaved else torch.cat
             new, was = merged.get_parameter(parameter)[expert], old[expert]
             if getattr(before, "is_transposed", False):
                 new, was = new.T, was.T

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import FEW, MODELS, WITHOUT_STATES, by_turns, seeing_config, settings_of, some
+from tests.families import FEW, MODELS, WITHOUT_STATES, paired, seeing_config, settings_of, some
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -87,7 +87,7 @@ def test_mixed_batches_of_random_chunks(made: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "dtype"), by_turns(MODELS, [torch.float32, torch.bfloat16], DIFFERING), indirect=["made"]
+    ("made", "dtype"), paired(MODELS, [torch.float32, torch.bfloat16], DIFFERING), indirect=["made"]
 )
 def test_a_row_has_the_same_bits_in_any_company(made: Path, dtype: torch.dtype) -> None:
     need_compiled()

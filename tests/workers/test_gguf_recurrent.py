@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import gguf_files, gguf_recurrent
-from tests.families import by_turns, settings_of
+from tests.families import paired, settings_of
 from tests.gguf_files import NAMES, TypeOf, write_gguf
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
@@ -336,7 +336,7 @@ def test_decays_that_are_not_negative_are_refused(value: float, tmp_path: Path) 
         load_decoder(file)
 
 
-@pytest.mark.parametrize(("name", "kind"), by_turns(KINDS, ["f32", "q4_k"]))
+@pytest.mark.parametrize(("name", "kind"), paired(KINDS, ["f32", "q4_k"]))
 def test_a_gpu_gets_the_same_values(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,8 +103,8 @@ def test_its_gate_is_that_of_the_library() -> None:
     )
     library = GptOssExperts.__new__(GptOssExperts)
     vars(library).update(alpha=1.702, limit=7.0)
-    by_turns = torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1)
-    expected = library._apply_gate(by_turns)
+    interleaved = torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1)
+    expected = library._apply_gate(interleaved)
     assert torch.equal(
         gated_activation_reference(rows, "clamped_swiglu").nan_to_num(9.0), expected.nan_to_num(9.0)
     )

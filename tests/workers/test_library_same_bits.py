@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.activations import ClippedGELUActivation
 
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.instruction_sets import need_compiled
 from tests.tiny_types import tiny_model
 from tests.workers.company import assert_same_bits
@@ -30,7 +30,7 @@ ALWAYS = """
 """
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), by_turns(SAME.split(), DTYPES, ALWAYS.split()))
+@pytest.mark.parametrize(("model_type", "dtype"), paired(SAME.split(), DTYPES, ALWAYS.split()))
 def test_a_row_has_the_same_bits_in_any_company(model_type: str, dtype: torch.dtype) -> None:
     """With a width that is no multiple of what torch computes at once."""
     need_compiled()

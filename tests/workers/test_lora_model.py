@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.adapter_factory import model_weights
-from tests.families import MODELS, by_turns, settings_of, some
+from tests.families import MODELS, paired, settings_of, some
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
     TinyModel,
@@ -124,7 +124,7 @@ def test_a_batch_of_several_adapters_is_as_models_they_are_merged_into(made: Pat
             assert (plain - expected).abs().max() > 100 * bound, "the adapter makes no difference"
 
 
-@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES, DIFFERING), indirect=["made"])
+@pytest.mark.parametrize(("made", "dtype"), paired(MODELS, DTYPES, DIFFERING), indirect=["made"])
 def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype) -> None:
     """Nor on chunks, nor on whether sublayers run one by one."""
     need_compiled()
@@ -134,7 +134,7 @@ def test_bits_depend_on_nothing_else_in_the_batch(made: Path, dtype: torch.dtype
     assert_same_bits(decoder, random_texts(4, LENGTHS), made.name, lora_slots=TEXT_SLOTS)
 
 
-@pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES, DIFFERING), indirect=["made"])
+@pytest.mark.parametrize(("made", "dtype"), paired(MODELS, DTYPES, DIFFERING), indirect=["made"])
 def test_rows_without_an_adapter_have_the_bits_of_a_step_without(made: Path, dtype: torch.dtype) -> None:
     need_compiled()
     decoder, texts = load(made, dtype), random_texts(5, LENGTHS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.commands import ChangeAdapters, CheckIntegrity, Command, Release, Truncate, carried_out
-from tests.families import by_turns, some
+from tests.families import paired, some
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.stepping import chosen
@@ -311,7 +311,7 @@ class Generating(Callers):
         )
 
 
-@pytest.mark.parametrize(("seed", "late"), by_turns([0, *range(3, 40)], [False, True], (0, 3)))
+@pytest.mark.parametrize(("seed", "late"), paired([0, *range(3, 40)], [False, True], (0, 3)))
 def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: bool) -> None:
     """Whatever comes between, and if pages are scarce."""
     callers, dice = Generating(seed, ahead=True), random.Random(seed)

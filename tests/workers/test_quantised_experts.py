@@ -12,7 +12,7 @@ import torch
 
 from kernels.cpu.experts import PackedWeights
 from tests import quantised_directories as make
-from tests.families import by_turns, settings_of
+from tests.families import paired, settings_of
 from tests.gguf_files import TypeOf, write_gguf
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import hf_model, load_decoder, make_family_model
@@ -134,7 +134,7 @@ def test_bits_depend_on_nothing_else_in_the_batch(kind: str, tmp_path: Path) -> 
 # A shared expert, and one with a gate; a router in float32 and groups; biases.
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    by_turns(
+    paired(
         ("granitemoeshared", "qwen2_moe", "deepseek_v3", "gpt_oss"),
         [torch.bfloat16, torch.float32],
     ),
@@ -200,7 +200,7 @@ def test_mlx_has_other_names_for_the_experts_of_mixtral(tmp_path: Path) -> None:
         load_decoder(directory)
 
 
-@pytest.mark.parametrize(("family", "format_name"), by_turns(FAMILIES, ["q8_0", "q4_0", "q4_k_m"]))
+@pytest.mark.parametrize(("family", "format_name"), paired(FAMILIES, ["q8_0", "q4_0", "q4_k_m"]))
 def test_experts_are_quantised_at_load_and_routers_are_not(
     family: str, format_name: str, tmp_path: Path
 ) -> None:

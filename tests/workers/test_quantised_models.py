@@ -16,7 +16,7 @@ from kernels.cpu import library
 from kernels.group_formats import FORMATS, integer_groups
 from kernels.group_layout import Parts
 from kernels.grouped_weight import GroupedWeight
-from tests.families import by_turns, settings_of
+from tests.families import paired, settings_of
 from tests.kernels.grouped_weights import random_weight
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
@@ -55,7 +55,7 @@ PROVEN = (
 )
 
 
-@pytest.mark.parametrize(("name", "format_name"), by_turns(PROVEN, ["q8_0", "q4_0", "q4_k_m"]))
+@pytest.mark.parametrize(("name", "format_name"), paired(PROVEN, ["q8_0", "q4_0", "q4_k_m"]))
 def test_families_prove_themselves(name: str, format_name: str, model_of: Callable[[str], Path]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert run_check(model_of(name), format_name, dtype) is not None

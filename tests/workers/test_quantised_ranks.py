@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import quantised_directories as make
-from tests.families import by_turns, settings_of
+from tests.families import paired, settings_of
 from tests.gguf_files import write_gguf
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import load_decoder, make_family_model
@@ -78,7 +78,7 @@ def assert_parts_are_those_of(whole: Decoder, ranks: list[Decoder]) -> None:
             assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize(("name", "ranks"), by_turns(MODELS, [2, 4]))
+@pytest.mark.parametrize(("name", "ranks"), paired(MODELS, [2, 4]))
 def test_ranks_have_the_parts_of_the_whole(name: str, ranks: int, tmp_path: Path) -> None:
     """And compute what it does, but for the order of sums, and what is rounded otherwise for that."""
     file = MODELS[name](tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import FEW, IN_FOUR, IN_TWO, SPLIT, by_turns, settings_of
+from tests.families import FEW, IN_FOUR, IN_TWO, SPLIT, paired, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
@@ -50,7 +50,7 @@ def assert_close(
 
 @pytest.mark.parametrize(
     ("made", "ranks"),
-    [one for names, ranks in IN_RANKS for one in by_turns(names, ranks, MORE)],
+    [one for names, ranks in IN_RANKS for one in paired(names, ranks, MORE)],
     indirect=["made"],
 )
 def test_as_in_one_process(made: Path, ranks: int) -> None:
@@ -98,9 +98,7 @@ def test_token_trees(made: Path) -> None:
         assert path == same and (ours - theirs).abs().max() < bound
 
 
-@pytest.mark.parametrize(
-    ("made", "dtype"), by_turns(SPLIT, ["float32", "bfloat16"], FEWER), indirect=["made"]
-)
+@pytest.mark.parametrize(("made", "dtype"), paired(SPLIT, ["float32", "bfloat16"], FEWER), indirect=["made"])
 def test_a_row_has_the_same_bits_in_any_company(made: Path, dtype: str) -> None:
     """With 4 ranks too: their terms are added in one order."""
     need_compiled()
@@ -110,7 +108,7 @@ def test_a_row_has_the_same_bits_in_any_company(made: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("made", "ranks"),
-    [one for names, ranks in IN_RANKS for one in by_turns(names, ranks, ADAPTED)],
+    [one for names, ranks in IN_RANKS for one in paired(names, ranks, ADAPTED)],
     indirect=["made"],
 )
 def test_adapters(made: Path, ranks: int) -> None:

@@ -146,7 +146,7 @@ def read_pairs(module: str, pair: PairEntries, scale: float) -> Iterator[tuple[s
         return
     of_experts = b.view(len(b), -1, pair.experts).permute(2, 0, 1).contiguous()  # [E, O, r]
     for names, own_a, own_b in zip(pair.stack.modules, a.chunk(pair.experts), of_experts, strict=True):
-        step, length = (len(names), 1) if pair.stack.by_turns else (1, len(own_b) // len(names))
+        step, length = (len(names), 1) if pair.stack.interleaved else (1, len(own_b) // len(names))
         for index, name in enumerate(names):
             own = own_b[index::step] if step > 1 else own_b[index * length : (index + 1) * length]
             yield name, LoraPair(own_a, own)

@@ -79,8 +79,8 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
     Raises ModelError if config.json cannot be read, has invalid settings, or settings that the requested
     backend does not support.
     """
-    reason, of_library = "", source_of(directory).is_of_library
-    if asked == TRANSFORMERS and not of_library:
+    reason, library_can_run = "", source_of(directory).library_can_run
+    if asked == TRANSFORMERS and not library_can_run:
         raise ModelError(
             f"{directory}: model_backend = transformers runs no model in MXFP4, and GGUF files only of"
             " families without native code"
@@ -94,7 +94,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
                 check_names(directory, config)
             return Choice(NATIVE, config.vocab_size)
         except UnsupportedError as error:
-            if asked == NATIVE or not of_library:
+            if asked == NATIVE or not library_can_run:
                 raise
             reason = without_path(str(error), directory)
             _log.info("trying the transformers backend, since native code cannot run this model: %s", reason)

@@ -97,7 +97,7 @@ class Experts(Body):
         size, width = self._config.intermediate_size, matrix_of(down, 0).shape[0]
         self._rows = Slice((size, width), (part,), range(width))
         self._columns = Slice((width, size), (range(width),), part)
-        names, count, by_turns = self._names, self._config.count, self._names.by_turns
+        names, count, interleaved = self._names, self._config.count, self._names.interleaved
         self.router = Linear(
             {names.router: Slice.whole(*router.shape)},
             router,
@@ -105,9 +105,11 @@ class Experts(Body):
             parameter=f"{names.module.removesuffix('experts')}{names.router.partition('.')[2]}.weight",
         )
         into, out_of = ({names.gate: self._rows, names.up: self._rows}, {names.down: self._columns})
-        self._into = ExpertProjection(f"{names.module}.gate_up_proj", into, count, width, by_turns=by_turns)
+        self._into = ExpertProjection(
+            f"{names.module}.gate_up_proj", into, count, width, interleaved=interleaved
+        )
         self._out_of = ExpertProjection(
-            f"{names.module}.down_proj", out_of, count, len(part), by_turns=by_turns
+            f"{names.module}.down_proj", out_of, count, len(part), interleaved=interleaved
         )
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:

@@ -41,7 +41,7 @@ class ExpertNames:
             `workers.models.stacked_experts`. None: each matrix is a tensor.
         stacked_parts: The rest of these names: for gate and up, and for down.
         module: The module of the library that has these matrices, as gate_up_proj and down_proj.
-        by_turns: In these, rows of gate and up alternate, and inputs come before outputs.
+        interleaved: In these, rows of gate and up alternate, and inputs come before outputs.
         shared: The prefix of the shared expert; None: there is none.
         latent: The prefixes of the projections to the routed experts' narrower width and back, in models
             that have them.
@@ -57,7 +57,7 @@ class ExpertNames:
     stacked: str | None = None
     stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
     module: str = "mlp.experts"
-    by_turns: bool = False
+    interleaved: bool = False
     shared: str | None = None
     latent: tuple[str, str] = ("", "")
     shared_gate: str = ""

@@ -45,11 +45,11 @@ class ExpertStack:
 
     Attributes:
         modules: For each matrix, the names in the checkpoint of the modules whose outputs it has.
-        by_turns: Whether their outputs alternate.
+        interleaved: Whether their outputs alternate.
     """
 
     modules: tuple[tuple[str, ...], ...]
-    by_turns: bool = False
+    interleaved: bool = False
 
 
 class ExpertProjection:
@@ -60,7 +60,7 @@ class ExpertProjection:
     """
 
     def __init__(
-        self, name: str, taken: Mapping[str, Slice], count: int, inputs: int, *, by_turns: bool
+        self, name: str, taken: Mapping[str, Slice], count: int, inputs: int, *, interleaved: bool
     ) -> None:
         """Describe a projection.
 
@@ -69,11 +69,11 @@ class ExpertProjection:
             taken: This rank's part of each module, by its name, in which {} stands for the expert.
             count: The number of experts.
             inputs: The number of inputs that this rank has.
-            by_turns: See `ExpertStack`.
+            interleaved: See `ExpertStack`.
         """
         self.name = name
         self.lora: ExpertTable | None = None
-        self._taken, self._count, self._inputs, self._by_turns = taken, count, inputs, by_turns
+        self._taken, self._count, self._inputs, self._interleaved = taken, count, inputs, interleaved
 
     @property
     def parts(self) -> list[str]:
@@ -89,7 +89,7 @@ class ExpertProjection:
         """The parameter through which PEFT adapts these projections."""
         parts, width = [prefix + name for name in self.parts], len(self._taken)
         experts = (tuple(parts[at : at + width]) for at in range(0, len(parts), width))
-        return ExpertStack(tuple(experts), self._by_turns and width > 1)
+        return ExpertStack(tuple(experts), self._interleaved and width > 1)
 
     def lora_slot_bytes(self, max_rank: int) -> int:  # noqa: ARG002 - as in `Linear`
         """0: on a GPU experts take no adapters."""

@@ -40,7 +40,7 @@ class ModelSource(Protocol):
     config_file: Path
 
     @property
-    def is_of_library(self) -> bool:
+    def library_can_run(self) -> bool:
         """Whether the transformers library can run it too. Raises ModelError."""
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class DirectorySource:
         self.path, self.config_file = path, path / CONFIG_FILE
 
     @property
-    def is_of_library(self) -> bool:
+    def library_can_run(self) -> bool:
         """See `ModelSource`. False with experts in MXFP4, which only native code supports."""
         said = self._quantisation()
         return said is None or said.method != MXFP4

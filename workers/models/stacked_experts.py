@@ -96,7 +96,7 @@ def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) ->
             found[name] = stack
             continue
         for expert, own in enumerate(stack):
-            matrix = own.T if names.by_turns and not part.endswith(_BIAS) else own
+            matrix = own.T if names.interleaved and not part.endswith(_BIAS) else own
             for projection, rows in _projections(part, len(matrix), names):
                 found[layer + projection.format(expert)] = matrix[rows.start : rows.stop : rows.step]
     return found
@@ -113,7 +113,7 @@ def _place(name: str, names: ExpertNames) -> tuple[str | None, str]:
 
 def _inputs_first(entry: StoredTensor, part: str, names: ExpertNames, width: int) -> bool:
     """Whether each matrix is [inputs, outputs]."""
-    if names.by_turns:
+    if names.interleaved:
         return not isinstance(entry, Mxfp4Experts)
     return len(entry.shape) == _STACK and entry.shape[2 if part.startswith(_GATE_UP) else 1] != width
 
@@ -150,7 +150,7 @@ def _projections(part: str, outputs: int, names: ExpertNames) -> Iterator[tuple[
     kind = ".bias" if part.endswith(_BIAS) else ".weight"
     if part.startswith(_DOWN):
         yield names.down + kind, range(outputs)
-    elif names.by_turns:
+    elif names.interleaved:
         yield names.gate + kind, range(0, outputs, 2)
         yield names.up + kind, range(1, outputs, 2)
     else:

@@ -82,9 +82,10 @@ export function newRequestId(): string {
   return OWN_REQUEST_ID + randomUUID();
 }
 
-/** Whether a call makes caches whose ids its caller learns only from the response. One that chose the request id can ask again. */
-export function makesOwnCaches(request: object): boolean {
-  return isMessage(request, BatchPrefillRequestSchema) ? request.items.some(isOwnCreation) : isOwnCreation(request);
+/** The request ids of a call that makes caches whose ids its caller learns only from the response. One that chose them can ask again. */
+export function ownRequestIds(request: object): string[] {
+  const items: object[] = isMessage(request, BatchPrefillRequestSchema) ? request.items : [request];
+  return items.filter(isOwnCreation).flatMap(({ requestId }: { requestId?: string }) => requestId || []);
 }
 
 function isOwnCreation(request: object): boolean {

@@ -8,7 +8,7 @@ import { type ChannelCredentials, credentials as grpcCredentials, Metadata, type
 import { resultOf } from "./batches.js";
 import { Caller } from "./cache.js";
 import { type CallOptions, Connection } from "./connection.js";
-import { durationOf } from "./duration.js";
+import { checkTime, durationOf } from "./duration.js";
 import { type Cause, causeOf, policyOf, type Priority, priorityOf } from "./enums.js";
 import { errorFromCall, InternalError, QuireError } from "./errors.js";
 import { Execution, type ExecuteSettings } from "./execution.js";
@@ -93,6 +93,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
     const { tls, token, tokenInPlainView = false, timeoutMs, priority, retries = true, ...others } = options;
     const { maxRequestBytes = 16 << 20, maxResponseBytes = 64 << 20, ...unknown } = others;
     refuse("a client", unknown);
+    checkTime("timeoutMs", timeoutMs);
     priorityOf(priority);
     const targets = targetsOf(target);
     if (token && !tls && !tokenInPlainView && !targets.every(isPrivate)) {
@@ -123,9 +124,14 @@ export class QuireClient extends Caller implements AsyncDisposable {
     return await this.#connection.unary(method, message, options);
   }
 
-  /** Opens a stream for many concurrent calls. Each costs less, and calls that are sent together are batched. */
+  /**
+   * Opens a stream for many concurrent calls. Each costs less, and calls that are sent together are batched. Throws RangeError
+   * for invalid settings, and TypeError.
+   */
   session({ maxInFlight, closeTimeoutMs, ...unknown }: SessionOptions = {}): Session {
     refuse("a session", unknown);
+    checkTime("closeTimeoutMs", closeTimeoutMs);
+    if (!((maxInFlight ?? 1) >= 1)) throw new RangeError(`maxInFlight must be at least 1, not ${maxInFlight}`);
     const { call, proxy } = this.#connection.bothStreams(EXECUTOR.session);
     const { timeoutMs, priority } = this.#options;
     const own = { maxInFlight, closeTimeoutMs, maxRequestBytes: this.#maxRequestBytes };

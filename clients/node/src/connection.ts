@@ -20,7 +20,7 @@ import {
   status,
 } from "@grpc/grpc-js";
 
-import { makesOwnCaches, newCaches } from "./batches.js";
+import { ownRequestIds } from "./batches.js";
 import { deadlineOf } from "./duration.js";
 import type { Priority } from "./enums.js";
 import { cancelled, errorFromCall, errorFromStatus, isConnectionError, QuireError, Unavailable } from "./errors.js";
@@ -39,9 +39,8 @@ const MAX_ATTEMPTS_OF_SEVERAL = 16;
 // One of several gateways that does not even accept a connection in this time is away. grpc-js has no limit of its own.
 const CONNECT_TIMEOUT_MS = 5000;
 const READY_TURN_MS = 1000;
-// How long a call that makes or releases caches has to end when its signal is given.
-const END_MS = 2000;
-const RELEASE_TIMEOUT_MS = 30_000;
+// How long the release after an abandoned call may take.
+const RELEASE_TIMEOUT_MS = 1000;
 const RELEASE_CACHE = ModelExecutorService.method.releaseCache;
 // If the server asks for a longer delay, the call fails at once.
 const MAX_SERVER_DELAY_MS = 60_000;
@@ -262,7 +261,6 @@ export class Connection {
     for (const { client } of this.#channels.values()) client.close();
   }
 
-  /** If the signal is given, a call that makes or releases caches goes on for a moment, so that none is left. */
   #attempt(
     method: Method<DescMessage, DescMessage>,
     request: object,
@@ -273,12 +271,7 @@ export class Connection {
   ): Promise<Answer> {
     return new Promise((resolve, reject) => {
       if (signal?.aborted) return reject(cancelled());
-      const goesOn = method === RELEASE_CACHE || makesOwnCaches(request);
-      const forget = onAbort(signal, () => {
-        if (!goesOn) return call.cancel();
-        reject(cancelled());
-        setTimeout(() => call.cancel(), END_MS).unref();
-      });
+      const forget = onAbort(signal, () => call.cancel());
       const timer = this.targets.length > 1 ? setTimeout(() => leaveIfUnconnected(client, call), CONNECT_TIMEOUT_MS) : undefined;
       const answer: Answer = { response: undefined, trailing: undefined };
       const end = () => {
@@ -296,8 +289,10 @@ export class Connection {
           grpcOptions(deadline),
           (error, response) => {
             end();
-            if (error) return reject(errorFromCall(error, proxy));
-            if (signal?.aborted && goesOn) this.#release(client, newCaches(request, response as object));
+            if (error) {
+              if (signal?.aborted || error.code === status.DEADLINE_EXCEEDED) this.#releaseAfter(method, request, client);
+              return reject(errorFromCall(error, proxy));
+            }
             answer.response = response;
             resolve(answer);
           },
@@ -311,18 +306,19 @@ export class Connection {
     });
   }
 
-  /** Releases caches whose ids nobody got. */
-  #release(client: Client, cacheIds: readonly string[]): void {
+  /** Releases what an abandoned call may have made, because nobody got the ids. A release may not have reached the server. */
+  #releaseAfter(method: Method<DescMessage, DescMessage>, request: object, client: Client): void {
     const { input } = RELEASE_CACHE;
-    for (const cacheId of cacheIds) {
-      const bytes = bufferOf(toBinary(input, create(input, { cacheId })));
-      const ignore = () => undefined;
-      const options = grpcOptions(deadlineOf(RELEASE_TIMEOUT_MS));
-      try {
-        client.makeUnaryRequest(pathOf(RELEASE_CACHE), asBytes, ignore, bytes, this.#settings.metadata, options, ignore);
-      } catch {
-        return; // The client is closed.
-      }
+    const requestIds = ownRequestIds(request);
+    if (method !== RELEASE_CACHE && !requestIds.length) return;
+    const message = method === RELEASE_CACHE ? (request as Response<typeof input>) : create(input, { requestIds });
+    const options = grpcOptions(deadlineOf(RELEASE_TIMEOUT_MS));
+    const ignore = () => undefined;
+    try {
+      const bytes = bufferOf(toBinary(input, message));
+      client.makeUnaryRequest(pathOf(RELEASE_CACHE), asBytes, ignore, bytes, this.#settings.metadata, options, ignore);
+    } catch {
+      return; // The client is closed.
     }
   }
 

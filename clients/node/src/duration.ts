@@ -1,4 +1,4 @@
-/** Conversion to and from protobuf durations, and deadlines. */
+/** Conversion to and from protobuf durations, deadlines and timers. */
 
 import { create } from "@bufbuild/protobuf";
 import { type Duration, DurationSchema } from "@bufbuild/protobuf/wkt";
@@ -13,16 +13,31 @@ export function durationOf(ms: number | undefined): Duration | undefined {
 
 // A year. grpc-js ends the process for a deadline that it cannot send.
 const LONGEST_TIMEOUT_MS = 365 * 86_400_000;
+// Node's timers do not support longer delays.
+const LONGEST_TIMER_MS = 2 ** 31 - 1;
 
-/**
- * When a time from now on ends, in milliseconds since the epoch. Undefined: never, as for more than a year. Throws TypeError
- * for what is no number: as a text it would be joined to the present time.
- */
+/** Throws TypeError for what is no number: as a text it would be joined to the present time. */
+function checkNumber(name: string, ms: unknown): void {
+  if (typeof ms !== "number" || Number.isNaN(ms)) throw new TypeError(`${name} is a number of milliseconds, not ${String(ms)}`);
+}
+
+/** Checks a setting that is a time. Throws TypeError for what is no number, and RangeError for a negative one. */
+export function checkTime(name: string, ms: number | undefined): void {
+  if (ms === undefined) return;
+  checkNumber(name, ms);
+  if (ms < 0) throw new RangeError(`${name} must be at least 0, not ${ms}`);
+}
+
+/** When a time from now on ends, in milliseconds since the epoch. Undefined: never, as for more than a year. Throws TypeError. */
 export function deadlineOf(timeoutMs: number | undefined): number | undefined {
-  if (timeoutMs !== undefined && (typeof timeoutMs !== "number" || Number.isNaN(timeoutMs))) {
-    throw new TypeError(`timeoutMs is a number of milliseconds, not ${String(timeoutMs)}`);
-  }
-  return timeoutMs !== undefined && timeoutMs <= LONGEST_TIMEOUT_MS ? Date.now() + timeoutMs : undefined;
+  if (timeoutMs === undefined) return undefined;
+  checkNumber("timeoutMs", timeoutMs);
+  return timeoutMs <= LONGEST_TIMEOUT_MS ? Date.now() + timeoutMs : undefined;
+}
+
+/** Calls `run` after a time. Undefined: never, as for more than a timer supports. */
+export function timerOf(ms: number | undefined, run: () => void): NodeJS.Timeout | undefined {
+  return ms === undefined || ms > LONGEST_TIMER_MS ? undefined : setTimeout(run, Math.max(ms, 1));
 }
 
 /** The milliseconds of a protobuf duration, or undefined for undefined. */

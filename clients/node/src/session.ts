@@ -13,7 +13,7 @@ import { type ClientDuplexStream, type ServiceError, status } from "@grpc/grpc-j
 import { newCaches } from "./batches.js";
 import { Caller } from "./cache.js";
 import { bufferOf, type CallOptions, checkOptions, onAbort } from "./connection.js";
-import { deadlineOf, durationOf } from "./duration.js";
+import { deadlineOf, durationOf, timerOf } from "./duration.js";
 import type { Priority } from "./enums.js";
 import {
   cancelled,
@@ -42,8 +42,6 @@ const MOST_CALLS_IN_MESSAGE = 256;
 const FRAME_BYTES = 6;
 // The maximum size that a message of one call adds to its request: two fields around it, the call's tag, and its timeout.
 const CALL_OVERHEAD_BYTES = 2 * FRAME_BYTES + 11 + 20;
-// Node's timers do not support longer delays.
-const LONGEST_TIMER_MS = 2 ** 31 - 1;
 // The fields of SessionCall by the type of their request.
 const FIELDS = new Map(
   SessionCallSchema.oneofs[0]!.fields.map(({ message, number, localName }) => [message!.typeName, { number, name: localName }]),
@@ -116,7 +114,6 @@ export class Session extends Caller implements AsyncDisposable {
     this.#maxRequestBytes = settings.maxRequestBytes;
     this.#maxInFlight = settings.maxInFlight ?? 256;
     this.#closeTimeoutMs = settings.closeTimeoutMs ?? 10_000;
-    if (!(this.#maxInFlight >= 1)) throw new RangeError(`maxInFlight must be at least 1, not ${settings.maxInFlight}`);
     this.#whenEnded = new Promise((resolve) => (this.#tellEnd = resolve));
     stream.on("data", (message: SessionResponse) => this.#answered(message));
     stream.on("error", (error: ServiceError) => this.#end(errorFromCall(error, settings.proxy)));
@@ -153,10 +150,7 @@ export class Session extends Caller implements AsyncDisposable {
       const deadline = deadlineOf(timeoutMs);
       const call: OpenCall = { tag: this.#nextTag++, field, request, encoded, deadline, settle: undefined };
       const forget = onAbort(options.signal, () => this.#giveUp(call, cancelled()));
-      const timer =
-        timeoutMs === undefined || deadline === undefined || timeoutMs > LONGEST_TIMER_MS
-          ? undefined
-          : setTimeout(() => this.#giveUp(call, tooLate(timeoutMs)), timeoutMs);
+      const timer = timerOf(timeoutMs, () => this.#giveUp(call, tooLate(timeoutMs!)));
       call.settle = (outcome) => {
         call.settle = undefined;
         clearTimeout(timer);
@@ -174,7 +168,7 @@ export class Session extends Caller implements AsyncDisposable {
   async close(): Promise<void> {
     this.#isClosing = true;
     this.#endIfDone();
-    const timer = setTimeout(() => this.cancel(), this.#closeTimeoutMs);
+    const timer = timerOf(this.#closeTimeoutMs, () => this.cancel());
     await this.#whenEnded;
     clearTimeout(timer);
   }

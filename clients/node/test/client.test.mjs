@@ -523,21 +523,24 @@ test("weights of which the server says nothing", async () => {
   server.forceShutdown();
 });
 
-test("caches whose ids nobody got are released, and a release whose signal is given is made", async () => {
+test("what abandoned calls made is released by their request ids, and a release whose signal is given is made", async () => {
   const server = new Server();
   const asBytes = (bytes) => Buffer.from(bytes);
   const pathOf = ({ parent, name }) => `/${parent.typeName}/${name}`;
-  const released = [];
-  const waiting = {};
-  waiting.begun = new Promise((resolve) => (waiting.begin = resolve));
-  waiting.released = new Promise((resolve) => (waiting.release = resolve));
-  const fork = (_, callback) => {
-    waiting.answer = () => callback(null, bytesOf(METHODS.forkCache.output, { kvCaches: [{ cacheId: "b" }, { cacheId: "c" }] }));
-    waiting.begin();
+  const [forks, released] = [new Set(), new Set()];
+  let [begin, end] = [];
+  const isBegun = new Promise((resolve) => (begin = resolve));
+  const areReleased = new Promise((resolve) => (end = resolve));
+  const fork = ({ request }) => {
+    // It is never answered.
+    const { count, requestId } = fromBinary(METHODS.forkCache.input, request);
+    forks.add(requestId);
+    if (count === 2) begin();
   };
   const release = ({ request }, callback) => {
-    released.push(fromBinary(METHODS.releaseCache.input, request).cacheId);
-    if (released.length === 3) waiting.release();
+    const { cacheId, requestIds } = fromBinary(METHODS.releaseCache.input, request);
+    released.add(cacheId || requestIds[0]);
+    if (released.size === 3) end();
     callback(null, bytesOf(METHODS.releaseCache.output, { released: true }));
   };
   const renew = (_, callback) => callback(null, bytesOf(METHODS.renewCache.output, { kvCache: { cacheId: "a" } }));
@@ -548,13 +551,14 @@ test("caches whose ids nobody got are released, and a release whose signal is gi
   const alone = new QuireClient(`127.0.0.1:${port}`, { timeoutMs: TIMEOUT_MS });
   const cache = await alone.cache("a");
   const given = new AbortController();
+  const late = refused(cache.fork(3, { timeoutMs: 500 }));
   const calls = [refused(cache.fork(2, { signal: given.signal })), refused(cache.release({ signal: given.signal }))];
-  await waiting.begun;
+  await isBegun;
   given.abort();
   for (const error of await Promise.all(calls)) assert.equal(error.code, status.CANCELLED);
-  waiting.answer();
-  await waiting.released;
-  assert.deepEqual(released.sort(), ["a", "b", "c"]);
+  assert.equal((await late).code, status.DEADLINE_EXCEEDED);
+  await areReleased;
+  for (const made of ["a", ...forks]) assert.ok(released.has(made));
   alone.close();
   server.forceShutdown();
 });

@@ -41,6 +41,37 @@ test("more calls than may be in flight are all answered", async (t) => {
   await session.close();
 });
 
+test("settings that make no sense are refused at once, and open no stream", async (t) => {
+  const before = (await client.status()).sessions;
+  for (const closeTimeoutMs of [NaN, "5", null]) assert.throws(() => client.session({ closeTimeoutMs }), TypeError);
+  for (const settings of [{ closeTimeoutMs: -1 }, { maxInFlight: 0 }, { maxInFlight: NaN }]) {
+    assert.throws(() => client.session(settings), RangeError);
+  }
+  assert.throws(() => new QuireClient(TARGET, { timeoutMs: NaN }), TypeError);
+  assert.throws(() => new QuireClient(TARGET, { timeoutMs: -1 }), RangeError);
+  const session = sessionOf(t, client);
+  await assert.rejects(session.forward([1], { timeoutMs: NaN }), TypeError);
+  await session.forward([1]);
+  assert.equal((await client.status()).sessions, before + 1);
+  await session.close();
+});
+
+test("a session can wait without a limit when it closes", async (t) => {
+  const warned = [];
+  const warn = (warning) => warned.push(warning.name);
+  process.on("warning", warn);
+  for (const closeTimeoutMs of [Infinity, 2 ** 40]) {
+    const session = sessionOf(t, client, { closeTimeoutMs });
+    const calls = Array.from({ length: 20 }, () => session.forward([1, 2]));
+    // They are made in the next tick.
+    await new Promise((resolve) => setImmediate(resolve));
+    await session.close();
+    for (const answer of await Promise.all(calls)) assert.equal(answer.outputs.length, 2);
+  }
+  process.off("warning", warn);
+  assert.deepEqual(warned, []);
+});
+
 test("large requests go in messages of their own", async (t) => {
   // Each is a quarter of what a message holds here, so that four do not fit.
   const small = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS, maxRequestBytes: 4096 });

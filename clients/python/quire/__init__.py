@@ -22,16 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire._aio_caches import AsyncCache as AsyncCache
+    from quire._aio_caches import AsyncGeneration as AsyncGeneration
     from quire._batches import PrefillItem as PrefillItem
     from quire._batches import Scored as Scored
     from quire._batches import ScoreItem as ScoreItem
     from quire._batches import checked as checked
     from quire._caches import Cache as Cache
+    from quire._caches import Generation as Generation
     from quire._calls import CallOptions as CallOptions
     from quire._calls import Verified as Verified
     from quire._chunks import Answer as Answer
     from quire._chunks import Chunk as Chunk
     from quire._connection import Tls as Tls
+    from quire._enums import Accept as Accept
+    from quire._enums import Cause as Cause
+    from quire._enums import FinishReason as FinishReason
+    from quire._enums import Policy as Policy
+    from quire._enums import Priority as Priority
+    from quire._items import Prompt as Prompt
     from quire._items import TextSettings as TextSettings
     from quire._items import item as item
     from quire._masks import token_mask as token_mask
@@ -77,14 +85,15 @@ _EXPORTS = {
     "quire._connection": ("Tls",),
     "quire._calls": ("CallOptions", "Verified"),
     "quire._chunks": ("Answer", "Chunk"),
-    "quire._items": ("TextSettings", "item"),
+    "quire._enums": ("Accept", "Cause", "FinishReason", "Policy", "Priority"),
+    "quire._items": ("Prompt", "TextSettings", "item"),
     "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
     "quire._masks": ("token_mask",),
     "quire._options": ("draft_from_top", "draft_probabilities", "output_options", "verify_rows"),
     "quire._tensors": ("expert_ids", "floats"),
     "quire.executions": ("AsyncExecution", "Execution"),
-    "quire._aio_caches": ("AsyncCache",),
-    "quire._caches": ("Cache",),
+    "quire._aio_caches": ("AsyncCache", "AsyncGeneration"),
+    "quire._caches": ("Cache", "Generation"),
     "quire.aio": ("AsyncClient", "AsyncSession"),
     "quire.client": ("Client", "Session"),
     "quire.errors": (

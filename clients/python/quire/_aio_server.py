@@ -12,7 +12,7 @@ from quire import _calls, _methods
 from quire._aio_caches import AsyncCaller
 from quire._calls import CallOptions
 from quire._enums import Cause, number_of
-from quire._gateways import AsyncAnswers
+from quire._transport import AsyncTransport
 from quire._uploads import AdapterFiles, AsyncUpload, WeightFiles, adapter_requests, weight_requests
 from quire.errors import InternalError, from_rpc_error
 from quire.text import ModelTokenizer
@@ -27,7 +27,7 @@ class AsyncServerCalls(AsyncCaller):
     _timeout_s: float | None
     _max_request_bytes: int
     _first_proxy: str
-    _answers: AsyncAnswers
+    _transport: AsyncTransport
 
     async def load_adapter(
         self,
@@ -135,7 +135,7 @@ class AsyncServerCalls(AsyncCaller):
         limit_s = _calls.limit_s(timeout_s, self._timeout_s)
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
-            responses: list[admin_pb2.LoadWeightsResponse] = await self._answers.every(updates)
+            responses: list[admin_pb2.LoadWeightsResponse] = await self._transport.every(updates)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self._first_proxy) from None
         if not responses:

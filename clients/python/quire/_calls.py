@@ -114,15 +114,15 @@ def new_request_id() -> str:
     return _OWN_REQUEST_ID + uuid.uuid4().hex
 
 
-def makes_own_caches(request: Message) -> bool:
-    """Whether a call makes caches that its caller can learn only from its response.
+def own_request_ids(request: Message) -> list[str]:
+    """The request ids of a call that makes caches which its caller can learn only from its response.
 
     A caller that chose the request id can retry to get the caches.
     """
     if not isinstance(request, _CREATING_REQUESTS):
-        return False
+        return []
     items: Sequence[Any] = getattr(request, "items", (request,))
-    return any(item.request_id.startswith(_OWN_REQUEST_ID) for item in items)
+    return [item.request_id for item in items if item.request_id.startswith(_OWN_REQUEST_ID)]
 
 
 def new_caches(request: Message, response: Any) -> list[str]:

@@ -165,7 +165,7 @@ class PendingCalls(Generic[_AnyFuture]):
     def release_abandoned(self, request: Message, result: executor_pb2.SessionResult) -> None:
         """Releases the caches that an abandoned call created, because its caller does not get their ids."""
         kind = result.WhichOneof("result")
-        if _calls.makes_own_caches(request) and kind not in (None, "error") and not self._ended:
+        if _calls.own_request_ids(request) and kind not in (None, "error") and not self._ended:
             for cache_id in _calls.new_caches(request, getattr(result, kind)):
                 release = executor_pb2.ReleaseCacheRequest(cache_id=cache_id)
                 self._add(_methods.RELEASE_CACHE.field, release, None)

@@ -25,10 +25,11 @@ from quire._connection import (
     connection,
 )
 from quire._enums import Policy, Priority, number_of
-from quire._gateways import AsyncAnswers, Gateways, targets_of
+from quire._gateways import Gateways, targets_of
 from quire._items import Prompt, TextSettings, embed_inputs, items_of
 from quire._methods import Method
 from quire._proxies import proxy_of
+from quire._transport import AsyncTransport
 from quire.errors import QuireError, from_rpc_error
 from quire.executions import AsyncExecution
 from quire.session import (
@@ -56,7 +57,11 @@ class _Stubs:
 
 
 class AsyncClient(AsyncServerCalls):
-    """A connection to a Quire server, for one event loop. Close it, or use `async with`."""
+    """A connection to a Quire server, for one event loop. Close it, or use `async with`.
+
+    gRPC does not work in a process that was forked while a client was connected: its calls hang. Start it by
+    the method "spawn", or set GRPC_ENABLE_FORK_SUPPORT=1 before the first process starts.
+    """
 
     def __init__(  # noqa: PLR0913 - the settings of a connection
         self,
@@ -102,6 +107,7 @@ class AsyncClient(AsyncServerCalls):
             max_response_bytes=max_response_bytes,
             retries=retries,
         )
+        self._transport = AsyncTransport()
         self._channels = {
             target: grpc.aio.insecure_channel(target, options=link.options_for(target))
             if link.credentials is None
@@ -113,9 +119,8 @@ class AsyncClient(AsyncServerCalls):
         self._proxies = {target: proxy_of(target) for target in targets}
         self._first_proxy = self._proxies[targets[0]]
         self._gateways = Gateways(targets)
-        self._answers = AsyncAnswers()
         self._is_closed = False
-        self._timeout_s = timeout_s
+        self._timeout_s = _calls.limit_s(timeout_s, None)
         number_of("priority", types_pb2.Priority, priority)
         self._priority = priority
         self._max_request_bytes = max_request_bytes
@@ -142,6 +147,7 @@ class AsyncClient(AsyncServerCalls):
         `max_in_flight` wait. A message has at most `max_calls_per_message` calls, for servers with a lower
         limit: see GetCapabilities. Closing waits up to `close_timeout_s` for pending calls.
         """
+        close_limit_s = _calls.limit_s(close_timeout_s, None)
         target = self._gateways.next()
         stream = AsyncSessionStream(
             self._stubs[target].stub.Session,
@@ -152,7 +158,7 @@ class AsyncClient(AsyncServerCalls):
             max_calls_per_message=max_calls_per_message,
             max_request_bytes=self._max_request_bytes,
         )
-        return AsyncSession(stream, close_timeout_s, self._priority, self.execute)
+        return AsyncSession(stream, close_limit_s, self._priority, self.execute)
 
     def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
@@ -314,7 +320,7 @@ class AsyncClient(AsyncServerCalls):
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
         self._is_closed = True
         try:
-            await self._answers.close()
+            await self._transport.close()
         finally:
             for channel in self._channels.values():
                 await channel.close()
@@ -348,7 +354,7 @@ class AsyncClient(AsyncServerCalls):
             call, release = getattr(getattr(stubs, method.stub), method.rpc), stubs.stub.ReleaseCache
             try:
                 response: _Response
-                response, trailing = await self._answers.get(
+                response, trailing = await self._transport.unary(
                     call, request, release, timeout=attempts.left_s(), metadata=self.metadata
                 )
                 self._gateways.answered(target, request, response, trailing)
@@ -376,7 +382,7 @@ class AsyncSession(AsyncCaller):
     def __init__(
         self,
         stream: AsyncSessionStream,
-        close_timeout_s: float,
+        close_timeout_s: float | None,
         priority: Priority | None,
         execute: Callable[..., AsyncExecution],
     ) -> None:

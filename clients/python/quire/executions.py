@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
@@ -235,3 +236,10 @@ class AsyncExecution(_ResumableStream):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+
+    def __del__(self) -> None:
+        # After a `break` out of its loop, say. grpc.aio itself ends a call that nobody reads only when the
+        # garbage collector runs.
+        if hasattr(self, "_call"):
+            with contextlib.suppress(RuntimeError):  # The loop is closed, and so is the call.
+                self._call.cancel()

@@ -104,7 +104,7 @@ class SessionStream:
             raise
         return response_of(method, result)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float | None) -> None:
         """Waits up to `timeout_s` for pending calls, then ends the stream. Idempotent."""
         with self._condition:
             self._pending.close()
@@ -199,7 +199,7 @@ class AsyncSessionStream:
             self._abandon(request, answer)
             raise
 
-    async def close(self, timeout_s: float) -> None:
+    async def close(self, timeout_s: float | None) -> None:
         """Waits up to `timeout_s` for pending calls, then ends the stream. Idempotent."""
         self._pending.close()
         try:

@@ -12,7 +12,7 @@ from kernels.cuda.experts import FEW_PAIRS, experts
 from kernels.cuda.variant import Variant
 from kernels.experts import experts as experts_of_device
 from kernels.experts import route
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.poison import assert_same_roundings, far_apart
 
@@ -32,7 +32,7 @@ def matrices(
     return gate_up.to(device, dtype), down.to(device, dtype)
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), by_turns([8, 80], HALVES, mark=SELDOM))
+@pytest.mark.parametrize(("tokens", "dtype"), paired([8, 80], HALVES, mark=SELDOM))
 def test_rounds_where_the_reference_does(tokens: int, dtype: torch.dtype, device: str) -> None:
     """Products of small integers are exact in float32: no order of summing moves what is rounded later."""
     generator = torch.Generator().manual_seed(4)

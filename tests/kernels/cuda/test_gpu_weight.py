@@ -20,7 +20,7 @@ from kernels.linear import DenseWeight, linear
 from kernels.permuted_weight import PermutedWeight
 from kernels.rms_norm import rms_norm_reference
 from kernels.stacked_weight import StackedWeight
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.poison import same_bits, surrounded
 from tests.kernels.cuda.test_batch_invariance_cuda import products_of_rows, random_batches
@@ -77,7 +77,7 @@ def assert_products(actual: torch.Tensor, x: torch.Tensor, dense: torch.Tensor, 
 
 
 @pytest.mark.parametrize(
-    ("form", "outputs", "inputs"), by_turns(KINDS, [(33, 544), (17, 40)], mark=SELDOM), ids=named
+    ("form", "outputs", "inputs"), paired(KINDS, [(33, 544), (17, 40)], mark=SELDOM), ids=named
 )
 def test_elements_are_those_of_the_format(form: GroupFormat, outputs: int, inputs: int, device: str) -> None:
     weight, expected = written(form, outputs, inputs, torch.float32, device)

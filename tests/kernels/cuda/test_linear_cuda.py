@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cuda.linear import linear, splits_for
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.test_linear import sum_loss
@@ -17,7 +17,7 @@ DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "biased", "dtype"),
-    by_turns(
+    paired(
         [
             (rows, *of)
             for of in ((128, 64, False), (140, 130, True), (1, 1, True), (70, 1100, False))

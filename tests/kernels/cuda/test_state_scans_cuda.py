@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.launches import Launch, recording
 from kernels.short_conv import short_conv, short_conv_reference
 from kernels.state_rows import StateRows
-from tests.families import by_turns
+from tests.families import paired
 from tests.kernels.conftest import INTERPRETED, SELDOM
 from tests.kernels.cuda.poison import same_bits
 from tests.kernels.test_state_scans import (
@@ -92,7 +92,7 @@ def run(layer: Layer, device: str, projected: torch.Tensor, states: Any, at: Sta
 # In bfloat16 the convolution is rounded once, in both: 2^-8 of a value where they round to different sides.
 @pytest.mark.parametrize(
     ("layer_of", "dtype", "error"),
-    by_turns(KINDS.values(), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)], mark=SELDOM),
+    paired(KINDS.values(), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)], mark=SELDOM),
 )
 def test_is_accurate(layer_of: Callable[..., Layer], dtype: torch.dtype, error: float, device: str) -> None:
     """Items with a state and without one, of one token and of several; states at their ends and before."""

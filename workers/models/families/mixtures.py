@@ -54,7 +54,7 @@ _GPT_OSS_EXPERTS = ExpertNames(
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
     stacked="mlp.experts.",
-    by_turns=True,
+    interleaved=True,
 )
 GRANITE_MOE = Family(
     defaults=LLAMA_DEFAULTS

@@ -32,7 +32,7 @@ class GgufSource:
         self.config_file = files[0]
 
     @property
-    def is_of_library(self) -> bool:
+    def library_can_run(self) -> bool:
         """Whether there is no native code for the family."""
         return self.settings()["model_type"] in LIBRARY_FAMILIES
 
@@ -53,8 +53,8 @@ class GgufSource:
         settings = self._settings(headers)
         tensors = stored_tensors(headers, architecture, settings)
         # Native code uses fused tensors as they are.
-        is_of_library = settings["model_type"] in LIBRARY_FAMILIES
-        return split_fused_qkv(tensors, settings) if is_of_library else tensors
+        library_can_run = settings["model_type"] in LIBRARY_FAMILIES
+        return split_fused_qkv(tensors, settings) if library_can_run else tensors
 
     def notes(self) -> Sequence[str]:
         """Returns none."""

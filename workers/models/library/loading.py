@@ -95,7 +95,7 @@ def plan_library_model(
     """
     directory, device = Path(directory), torch.device(device)
     source = source_of(directory)
-    if not source.is_of_library:
+    if not source.library_can_run:
         raise ModelError(f"{directory}: is a model in MXFP4, or a GGUF file's, that needs native code")
     settings = read_settings(directory)
     for note in source.notes():

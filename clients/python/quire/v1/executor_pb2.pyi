@@ -367,10 +367,12 @@ class TruncateKVResponse(_message.Message):
     def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ...) -> None: ...
 
 class ReleaseCacheRequest(_message.Message):
-    __slots__ = ("cache_id",)
+    __slots__ = ("cache_id", "request_ids")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
-    def __init__(self, cache_id: _Optional[str] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cache_id: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseCacheResponse(_message.Message):
     __slots__ = ("released",)
