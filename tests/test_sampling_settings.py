@@ -14,7 +14,7 @@ from quire.cli.options import add_generate
 from quire.v1 import runner_pb2, types_pb2
 from quire.v1.sampling_settings import SETTINGS, SamplingSettings, Setting
 
-from kernels.cpu.sampling import _Limits
+from kernels.cpu.sampling import _Filters
 from service.api.request_limits import RequestLimits
 from service.api.validation import check_output
 from service.errors import InvalidArgument, ProviderFailure
@@ -26,7 +26,7 @@ from service.extensions.providers.dialects.base import refuse
 from service.extensions.providers.dialects.openai import Completions
 from workers import operations, outputs, wire
 from workers.common import worker_pb2
-from workers.device_sampling import is_simple, limits
+from workers.device_sampling import filters, is_simple
 from workers.forward_options import ModelSizes
 from workers.sampling import SamplingRow
 
@@ -104,8 +104,8 @@ def test_the_client_and_its_command_have_it(setting: Setting) -> None:
 
 def test_what_leaves_tokens_out_is_known_by_the_compiled_kernels_and_in_the_order_of_the_proto() -> None:
     """One that they lack would be 0 there, without an error."""
-    assert [field[0] for field in _Limits._fields_] == [*outputs.LIMITS]
-    assert [name for name in NAMES if name in outputs.LIMITS] == [*outputs.LIMITS]
+    assert [field[0] for field in _Filters._fields_] == [*outputs.FILTERS]
+    assert [name for name in NAMES if name in outputs.FILTERS] == [*outputs.FILTERS]
 
 
 @each
@@ -120,8 +120,8 @@ def test_a_worker_computes_with_it(setting: Setting) -> None:
     spec = command.output.sampling
     assert spec is not None and getattr(spec, setting.name) == other_value(setting)
     assert getattr(outputs.Sampling(), setting.name) == setting.neutral
-    if setting.name in outputs.LIMITS:
+    if setting.name in outputs.FILTERS:
         drawn: Any = {"temperature": 1.0, setting.name: other_value(setting)}
-        limited = outputs.Sampling(**drawn)
-        (column,) = limits([limited])[setting.name].tolist()
-        assert column == other_value(setting) and not is_simple(SamplingRow(limited))
+        filtered = outputs.Sampling(**drawn)
+        (column,) = filters([filtered])[setting.name].tolist()
+        assert column == other_value(setting) and not is_simple(SamplingRow(filtered))

@@ -6,7 +6,7 @@ sends all settings, and one returns which rows have no valid choice. Tokens stay
 
 Compared with the CPU, greedy choices are the same with all settings. So are the logits after bias and
 penalties, bit by bit. Draws are the same unless float64 rounding decides: two scores within about 1e-14 of
-each other, or a token at the very edge of a limit (see `kernels.cuda.sampling_cut`).
+each other, or a token at the very edge of a filter (see `kernels.cuda.sampling_threshold`).
 
 Dimension letters: R rows; V vocabulary; C rows that are copied; M masks; W words of a mask; N biases; P rows
 with penalties; H tokens of their histories.
@@ -29,10 +29,10 @@ from workers.outputs import Sampling
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 _GREEDY = Sampling()
-# For each of `outputs.LIMITS` the value that leaves nothing out, with the type of its column.
-NEUTRAL_LIMITS: Mapping[str, np.int32 | np.float64] = {
+# For each of `outputs.FILTERS` the value that leaves nothing out, with the type of its column.
+NEUTRAL_FILTERS: Mapping[str, np.int32 | np.float64] = {
     name: (np.int32 if isinstance(getattr(_GREEDY, name), int) else np.float64)(getattr(_GREEDY, name))
-    for name in outputs.LIMITS
+    for name in outputs.FILTERS
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,7 +56,7 @@ Columns = dict[str, NDArray[Any]]  # settings of some rows, by the name of a ker
 def is_simple(row: SamplingRow) -> bool:
     """Whether a row's choice only needs a temperature and a key, and so no copy."""
     spec = row.spec
-    return row.mask is None and (spec is None or not (spec.changes_logits or spec.is_limited))
+    return row.mask is None and (spec is None or not (spec.changes_logits or spec.is_filtered))
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -120,9 +120,9 @@ def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[Sampl
     found = torch.empty(len(rows), dtype=torch.float64, device=logits.device)
     for chunk, columns in zip(chunks, _send(settings, logits.device), strict=True):
         copy = logits.index_select(0, columns["where"]).float()  # [C, V]
-        cuts = _adjust_and_cut(copy, columns)
+        thresholds = _adjust_and_filter(copy, columns)
         out = found[chunk.start : chunk.stop]
-        sampling_weight.log_probabilities(copy, columns["temperatures"], columns["tokens"], out, *cuts)
+        sampling_weight.log_probabilities(copy, columns["temperatures"], columns["tokens"], out, *thresholds)
     listed: list[float] = found.tolist()
     return listed
 
@@ -152,7 +152,7 @@ def choose_with_drafts(
     most = [int(np.diff(columns["begins"]).max()) for columns in settings]
     for chunk, columns, most_drafts in zip(chunks, _send(settings, logits.device), most, strict=True):
         copy = logits.index_select(0, columns["where"]).float()  # [C, V]
-        cuts = _adjust_and_cut(copy, columns)
+        thresholds = _adjust_and_filter(copy, columns)
         drawn_from = torch.zeros(copy.shape, dtype=torch.float64, device=copy.device)  # [C, V]
         drawn_from[columns["listed_rows"], columns["listed_ids"]] = columns["listed_probabilities"]
         if "dense" in columns:
@@ -160,7 +160,7 @@ def choose_with_drafts(
         sampling_drafts.keep_or_draw(
             copy,
             columns["temperatures"],
-            *cuts,
+            *thresholds,
             drawn_from,
             columns["drafts"],
             columns["begins"],
@@ -182,16 +182,16 @@ def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best:
     """
     from kernels.cuda import sampling  # noqa: PLC0415 - as in choose_tokens
 
-    cuts = _adjust_and_cut(copy, columns)
-    sampling.choose(copy[: len(ids)], columns["temperatures"], columns["keys"], ids, best, *cuts)
+    thresholds = _adjust_and_filter(copy, columns)
+    sampling.choose(copy[: len(ids)], columns["temperatures"], columns["keys"], ids, best, *thresholds)
 
 
-def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Apply masks, biases, penalties and limits to copy [C, V]. Returns what `apply_limits` does.
+def _adjust_and_filter(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Apply masks, biases, penalties and filters to copy [C, V]. Returns what `apply_filters` does.
 
     What is kept is [C] the last logit and the last id of it; None: everything.
     """
-    from kernels.cuda import sampling_adjust, sampling_limits  # noqa: PLC0415 - as in choose_tokens
+    from kernels.cuda import sampling_adjust, sampling_filters  # noqa: PLC0415 - as in choose_tokens
 
     if "words" in columns:
         sampling_adjust.apply_masks(copy, columns["mask_rows"], columns["words"])
@@ -203,8 +203,10 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
         columns = {**columns, "counts": counts}
     if "counts" in columns:
         sampling_adjust.apply_penalties(copy, *(columns[name] for name in _PENALTY_COLUMNS))
-    limits = {name: columns[name] for name in outputs.LIMITS if name in columns}
-    return sampling_limits.apply_limits(copy, columns["temperatures"], **limits) if limits else (None, None)
+    filters = {name: columns[name] for name in outputs.FILTERS if name in columns}
+    if not filters:
+        return None, None
+    return sampling_filters.apply_filters(copy, columns["temperatures"], **filters)
 
 
 def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:
@@ -212,7 +214,7 @@ def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> 
     some = [rows[index] for index in where]
     columns = {"where": np.array(where, dtype=np.int64), **_draws(some)}
     specs = [row.spec or _GREEDY for row in some]
-    return columns | adjustments(some, vocab) | limits(specs)
+    return columns | adjustments(some, vocab) | filters(specs)
 
 
 def adjustments(rows: Sequence[SamplingRow], vocab: int) -> Columns:
@@ -232,14 +234,14 @@ def _draws(rows: Sequence[SamplingRow]) -> Columns:
     }
 
 
-def limits(specs: Sequence[Sampling]) -> Columns:
-    """[C] for each of `outputs.LIMITS`. None of them if they matter to no row."""
-    if not any(spec.is_limited for spec in specs):
+def filters(specs: Sequence[Sampling]) -> Columns:
+    """[C] for each of `outputs.FILTERS`. None of them if they matter to no row."""
+    if not any(spec.is_filtered for spec in specs):
         return {}
-    limited = [spec if spec.is_limited else _GREEDY for spec in specs]
+    filtered = [spec if spec.is_filtered else _GREEDY for spec in specs]
     return {
-        name: np.array([min(getattr(spec, name), _INT32_MAX) for spec in limited], dtype=neutral.dtype)
-        for name, neutral in NEUTRAL_LIMITS.items()
+        name: np.array([min(getattr(spec, name), _INT32_MAX) for spec in filtered], dtype=neutral.dtype)
+        for name, neutral in NEUTRAL_FILTERS.items()
     }
 
 

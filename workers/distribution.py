@@ -82,7 +82,7 @@ def sampled_logprobs(
 ) -> dict[int, float]:
     """By row, if requested: the log-probability of the chosen token in the distribution it was drawn from.
 
-    -infinity for a token that rounding has moved just outside of `outputs.LIMITS`. Arguments as for
+    -infinity for a token that rounding has moved just outside of `outputs.FILTERS`. Arguments as for
     `apply_drafts`.
     """
     wanted = [index for index, spec in enumerate(specs) if spec.sampled_logprob]

@@ -44,7 +44,7 @@ def choose(logits: Tensor, rows: Mapping[int, RowChoice]) -> None:
         row.candidates = 0
         if not math.isfinite(values.max()):
             continue
-        left = candidates(values, row.temperature, row.limits)
+        left = candidates(values, row.temperature, row.filters)
         row.candidates = len(left.ids)
         if row.keys is not None:
             row.tokens = np.array([left.draw(key) for key in row.keys.tolist()], dtype=np.int64)
@@ -107,20 +107,20 @@ class Candidates(NamedTuple):
         return Distribution(self.ids[likely], weights[likely] / weights[likely].sum())
 
 
-def candidates(row: Row, temperature: float, limits: Mapping[str, float]) -> Candidates:
-    """The candidates that a temperature and `outputs.LIMITS` leave of a row.
+def candidates(row: Row, temperature: float, filters: Mapping[str, float]) -> Candidates:
+    """The candidates that a temperature and `outputs.FILTERS` leave of a row.
 
     Args:
         row: [V] float32 after mask, bias and penalties, of which one is finite. Not modified.
         temperature: Without one only the most likely token is left.
-        limits: Their values, by name.
+        filters: Their values, by name.
     """
     best = int(row.argmax())
     if temperature <= 0:
         return Candidates(np.array([best]), np.zeros(1))
-    top_p, min_p, typical_p = limits["top_p"], limits["min_p"], limits["typical_p"]
+    top_p, min_p, typical_p = filters["top_p"], filters["min_p"], filters["typical_p"]
     order = np.argsort(-row, kind="stable")  # stable: ids stay ascending among equals
-    order = order[row[order] > _NEG_INF][: int(limits["top_k"]) or None]
+    order = order[row[order] > _NEG_INF][: int(filters["top_k"]) or None]
     log_weights = (row[order].astype(np.float64) - float(row[best])) / temperature
     if top_p < 1.0:
         # The weight of the tokens before each: the set has those before which is less than top_p.

@@ -29,15 +29,15 @@ class DataType(enum.Enum):
 
 # The settings that exclude tokens from a draw, in the order in which they are applied. Kernels take the order
 # from here, or refer to it. A GPU gets a column of each.
-LIMITS = ("top_k", "top_p", "min_p", "typical_p")
-limits_of = operator.attrgetter(*LIMITS)
+FILTERS = ("top_k", "top_p", "min_p", "typical_p")
+filters_of = operator.attrgetter(*FILTERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a token is chosen from a row of logits; the defaults have no effect (greedy).
 
-    Applied in this order: mask and logit_bias, penalties, temperature, LIMITS, draw. The draw is a pure
+    Applied in this order: mask and logit_bias, penalties, temperature, FILTERS, draw. The draw is a pure
     function of (seed, position).
     """
 
@@ -61,9 +61,9 @@ class Sampling:
         return penalties != (1.0, 0.0, 0.0)
 
     @property
-    def is_limited(self) -> bool:
-        """Whether LIMITS may exclude tokens. They never exclude all."""
-        return self.temperature > 0 and limits_of(self) != _NO_LIMITS
+    def is_filtered(self) -> bool:
+        """Whether FILTERS may exclude tokens. They never exclude all."""
+        return self.temperature > 0 and filters_of(self) != _NO_FILTERS
 
     @property
     def changes_logits(self) -> bool:
@@ -71,7 +71,7 @@ class Sampling:
         return bool(self.logit_bias) or self.has_penalty
 
 
-_NO_LIMITS = limits_of(Sampling())
+_NO_FILTERS = filters_of(Sampling())
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from kernels.cpu.sampling import RowChoice
 from workers import numpy_choice
 from workers.counter_rng import mix_key
 from workers.logit_settings import Ids, Masks, in_vocabulary
-from workers.outputs import LIMITS, DraftProbabilities, Sampling, TokenMask, limits_of
+from workers.outputs import FILTERS, DraftProbabilities, Sampling, TokenMask, filters_of
 
 _NEG_INF = float("-inf")
 _GREEDY = Sampling()
@@ -221,7 +221,7 @@ class RowChoices:
         spec = row.spec or _GREEDY
         choice = RowChoice(
             temperature=spec.temperature,
-            limits=dict(zip(LIMITS, limits_of(spec), strict=True)),
+            filters=dict(zip(FILTERS, filters_of(spec), strict=True)),
             repetition_penalty=spec.repetition_penalty,
             frequency_penalty=spec.frequency_penalty,
             presence_penalty=spec.presence_penalty,

@@ -20,12 +20,12 @@ from kernels.cuda import (
     sampling,
     sampling_adjust,
     sampling_drafts,
-    sampling_limits,
+    sampling_filters,
     sampling_weight,
 )
 from kernels.cuda.experts import FEW_PAIRS
 from kernels.few_rows_tiles import Tiles
-from workers.device_sampling import NEUTRAL_LIMITS
+from workers.device_sampling import NEUTRAL_FILTERS
 from workers.kv.states import EMPTY, FROM_START, Held, StateRun
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_kernels
@@ -224,15 +224,24 @@ def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
         counts = _integers(rows, vocab_size, dtype=torch.int32)
         sampling_adjust.count_histories(counts, _integers(5, dtype=torch.int32), keys, keys, keys)
         sampling_adjust.apply_penalties(copy, keys, counts, *[temperatures] * 3)
-        limits = {name: _like(neutral, rows) for name, neutral in NEUTRAL_LIMITS.items()}
-        found = sampling_limits.apply_limits(copy, temperatures, **limits)
+        filters = {name: _like(neutral, rows) for name, neutral in NEUTRAL_FILTERS.items()}
+        found = sampling_filters.apply_filters(copy, temperatures, **filters)
         drawn_from = _reals(rows, vocab_size)
         without: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        for cuts in (without, found):
-            sampling.choose(copy, temperatures, keys, chosen, best, *cuts)
-            sampling_weight.log_probabilities(copy, temperatures, tokens, told, *cuts)
+        for thresholds in (without, found):
+            sampling.choose(copy, temperatures, keys, chosen, best, *thresholds)
+            sampling_weight.log_probabilities(copy, temperatures, tokens, told, *thresholds)
             sampling_drafts.keep_or_draw(
-                copy, temperatures, *cuts, drawn_from, tokens, _integers(rows + 1), 2, keys, keys, chosen
+                copy,
+                temperatures,
+                *thresholds,
+                drawn_from,
+                tokens,
+                _integers(rows + 1),
+                2,
+                keys,
+                keys,
+                chosen,
             )
 
 

@@ -27,7 +27,7 @@ from kernels.cuda import (
     rms_norm,
     rope_kv_write,
     sampling,
-    sampling_cut,
+    sampling_threshold,
 )
 from kernels.cuda.attention_tiles import TileConfig
 from kernels.experts import experts, route
@@ -241,18 +241,20 @@ class KernelBench:
         return self._choose(rows, 1.0)
 
     def choose_top_p(self, rows: int) -> Call:
-        """The cut of top_p, and the draw from what is left; without the copy of the rows before."""
+        """The threshold of top_p, and the draw from what is left; without the copy of the rows before."""
         logits = torch.randn(rows, self.shape.vocab_size, device=self.device).mul_(3)  # [R, V] float32
         keys = torch.arange(rows, device=self.device)
         settings = torch.tensor([0.8, 0.9], dtype=torch.float64, device=self.device)
         temperatures, top_ps = settings.repeat(rows, 1).T.contiguous()
         top_ks, min_ps = torch.zeros(rows, dtype=torch.int32, device=self.device), torch.zeros_like(top_ps)
         ids, best, values = torch.empty_like(keys), *torch.empty(2, rows, device=self.device)
-        cut_ids = torch.empty_like(top_ks)
+        threshold_ids = torch.empty_like(top_ks)
 
         def run() -> None:
-            sampling_cut.find_cuts(logits, temperatures, top_ks, top_ps, min_ps, values, cut_ids)
-            sampling.choose(logits, temperatures, keys, ids, best, values, cut_ids)
+            sampling_threshold.find_thresholds(
+                logits, temperatures, top_ks, top_ps, min_ps, values, threshold_ids
+            )
+            sampling.choose(logits, temperatures, keys, ids, best, values, threshold_ids)
 
         return Call(run, logits.nbytes)
 

@@ -6,7 +6,7 @@
 
 #include "philox.h"
 #include "threads.h"
-#include "token_cuts.h"
+#include "token_filters.h"
 
 namespace quire {
 
@@ -28,7 +28,7 @@ struct RowArguments {
   int64_t history_len, path_len, prompt_len, biases, draft_len, drafts, draws;
   uint64_t keep_key, residual_key;
   double temperature, repetition, frequency, presence;
-  Limits limits;
+  Filters filters;
   int64_t candidates;  // result: how many tokens can be drawn; 0: none
 };
 
@@ -124,7 +124,7 @@ Tokens drawable(const RowArguments& a, Tokens tokens, const Softmax& softmax, Me
     return tokens;
   }
   if (a.mask != nullptr) tokens = from(tokens, kLowest, memory);  // often few
-  return limited(tokens, a.limits, softmax, memory);
+  return filtered(tokens, a.filters, softmax, memory);
 }
 
 // The draw is the token with the largest log-weight + noise, the first of equals.

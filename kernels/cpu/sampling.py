@@ -23,8 +23,8 @@ _NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 _NO_REALS: Reals = np.zeros(0)
 
 
-class _Limits(ctypes.Structure):
-    """Limits of token_cuts.h: the fields must agree. They are named as in `workers.outputs.LIMITS`."""
+class _Filters(ctypes.Structure):
+    """Filters of token_filters.h: the fields must agree. They are named as in `workers.outputs.FILTERS`."""
 
     _fields_ = (*integers("top_k"), *doubles("top_p min_p typical_p"))
 
@@ -38,7 +38,7 @@ class _Row(ctypes.Structure):
         ("keep_key", ctypes.c_uint64),
         ("residual_key", ctypes.c_uint64),
         *doubles("temperature repetition frequency presence"),
-        ("limits", _Limits),
+        ("filters", _Filters),
         *integers("candidates"),
     )
 
@@ -66,7 +66,7 @@ class RowChoice:
     """How the tokens of one row are chosen, as in `workers.outputs.Sampling`, and the results.
 
     Attributes:
-        limits: By name, all of them.
+        filters: By name, all of them.
         mask: [V / 8 rounded up to words of 4] uint8; None allows every token.
         history: The tokens before the row, of which `history_len` count, and then those of `path`.
         biased, bias: Token ids, in the vocabulary, and what is added to their logits.
@@ -79,7 +79,7 @@ class RowChoice:
     """
 
     temperature: float
-    limits: Mapping[str, float]
+    filters: Mapping[str, float]
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
@@ -167,7 +167,7 @@ def _fill(out: _Row, row: RowChoice, logits: int, vocab: int) -> None:
     if row.wants_logprobs:
         row.logprobs = np.empty(len(row.tokens))
         out.logprobs = row.logprobs.ctypes.data
-    out.temperature, out.limits = row.temperature, _Limits(**row.limits)
+    out.temperature, out.filters = row.temperature, _Filters(**row.filters)
     out.repetition, out.frequency, out.presence = (
         row.repetition_penalty, row.frequency_penalty, row.presence_penalty
     )  # fmt: skip

@@ -35,18 +35,28 @@ def gumbel(key, ids):
 
 
 @triton.jit
+def filtered(values, ids, row, threshold_values, threshold_ids):
+    """Logits of some tokens; -infinity for those below the row's threshold, if there are thresholds."""
+    if threshold_values is not None:
+        value = tl.load(threshold_values + row)
+        kept = (values > value) | ((values == value) & (ids <= tl.load(threshold_ids + row)))
+        values = tl.where(kept, values, float("-inf"))
+    return values
+
+
+@triton.jit
 def choose_block_kernel(
     logits,  # [R, V]
     logits_stride,
     vocab,
     temperatures,  # [R]
     keys,  # [R]
-    cut_values,  # [R], or None
-    cut_ids,  # [R], or None
+    threshold_values,  # [R], or None
+    threshold_ids,  # [R], or None
     block_ids,  # [R, B] the best token of each block
     block_logits,  # [R, B] its logit
     block_noise,  # [R, B] its noise
-    block_best,  # [R, B] the largest logit, cut or not; NaN where one is NaN or +inf
+    block_best,  # [R, B] the largest logit, kept or not; NaN where one is NaN or +inf
     BLOCK: tl.constexpr,
 ):
     """Choose the best token of one block."""
@@ -64,10 +74,7 @@ def choose_block_kernel(
     all_usable = tl.min(usable.to(tl.int32), 0) == 1
     values = tl.where(usable, values, float("-inf"))
     best = tl.max(values, 0)
-    if cut_values is not None:
-        value = tl.load(cut_values + row)
-        kept = (values > value) | ((values == value) & (ids <= tl.load(cut_ids + row)))
-        values = tl.where(kept, values, float("-inf"))
+    values = filtered(values, ids, row, threshold_values, threshold_ids)
 
     # Relative to the block's best, so that large logits leave room for the noise; never -inf - -inf.
     origin = tl.where(best > float("-inf"), best, 0.0).to(tl.float64)
@@ -133,8 +140,8 @@ def choose(
     keys: torch.Tensor,
     out_ids: torch.Tensor,
     out_best: torch.Tensor,
-    cut_values: torch.Tensor | None = None,
-    cut_ids: torch.Tensor | None = None,
+    threshold_values: torch.Tensor | None = None,
+    threshold_ids: torch.Tensor | None = None,
 ) -> None:
     """Choose one token for each row.
 
@@ -147,10 +154,10 @@ def choose(
         temperatures: [R] float32 or float64. 0 or less: the most likely token.
         keys: [R] int64, the bits of the uint64 from `workers.counter_rng.mix_key`; not read for greedy rows.
         out_ids: [R] int64. Meaningless where `out_best` is not finite, but inside the vocabulary.
-        out_best: [R] float32, the largest logit, whatever is cut off: -inf where all are, NaN where one is
+        out_best: [R] float32, the largest logit, kept or not: -inf where all are, NaN where one is
             NaN or +infinity.
-        cut_values: [R] float32, None to keep all tokens. Kept are tokens with a larger logit, and
-        cut_ids: [R] int32, those with this very logit and an id up to this one.
+        threshold_values: [R] float32, None to keep all tokens. Kept are tokens with a larger logit, and
+        threshold_ids: [R] int32, those with this very logit and an id up to this one.
     """
     rows, vocab = logits.shape
     if rows == 0:
@@ -167,8 +174,8 @@ def choose(
         vocab,
         temperatures,
         keys,
-        cut_values,
-        cut_ids,
+        threshold_values,
+        threshold_ids,
         block_ids,
         block_logits,
         block_noise,

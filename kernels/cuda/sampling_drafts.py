@@ -27,8 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.sampling import gumbel
-from kernels.cuda.sampling_weight import without_cut
+from kernels.cuda.sampling import filtered, gumbel
 from kernels.cuda.variant import Variant
 
 BLOCK = 1024
@@ -48,10 +47,10 @@ def best_of(maxima, maxima_ids, row, spans, PADDED: tl.constexpr):
 
 
 @triton.jit
-def weights_of(logits, ids, within, row, cut_values, cut_ids, best, best_id, temperature):
-    """The weights of some tokens in float64: relative to the best's, 0 for those that are cut off."""
+def weights_of(logits, ids, within, row, threshold_values, threshold_ids, best, best_id, temperature):
+    """The weights of some tokens in float64: relative to the best's, 0 for those that are filtered out."""
     values = tl.load(logits + ids, mask=within, other=float("-inf"))
-    values = without_cut(values, ids, row, cut_values, cut_ids)
+    values = filtered(values, ids, row, threshold_values, threshold_ids)
     drawn = tl.exp((values.to(tl.float64) - best) / tl.where(temperature > 0, temperature, 1.0))
     return tl.where(temperature > 0, drawn, (ids == best_id).to(tl.float64))
 
@@ -92,8 +91,8 @@ def total_kernel(
     vocab,
     spans,
     temperatures,  # [R]
-    cut_values,  # [R], or None
-    cut_ids,  # [R], or None
+    threshold_values,  # [R], or None
+    threshold_ids,  # [R], or None
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     PADDED: tl.constexpr,
@@ -106,7 +105,9 @@ def total_kernel(
     total = tl.zeros([BLOCK], tl.float64)
     for first in range(span * SPAN, span * SPAN + SPAN, BLOCK):
         ids = first + tl.arange(0, BLOCK)  # [BLOCK]
-        total += weights_of(logits, ids, ids < vocab, row, cut_values, cut_ids, best, best_id, temperature)
+        total += weights_of(
+            logits, ids, ids < vocab, row, threshold_values, threshold_ids, best, best_id, temperature
+        )
     tl.store(totals + row * spans + span, tl.sum(total, 0))
 
 
@@ -162,8 +163,8 @@ def draft_kernel(
     rows,
     spans,
     temperatures,
-    cut_values,
-    cut_ids,
+    threshold_values,
+    threshold_ids,
     drawn_from,  # [R, V]
     drafts,  # [D]
     begins,  # [R + 1]
@@ -186,7 +187,7 @@ def draft_kernel(
         best, best_id = best_of(maxima, maxima_ids, row, spans, PADDED)
         draft = tl.load(drafts + at)
         weight = weights_of(
-            logits, draft, draft < vocab, row, cut_values, cut_ids, best, best_id, temperature
+            logits, draft, draft < vocab, row, threshold_values, threshold_ids, best, best_id, temperature
         )
         q_draft = tl.load(drawn_from + draft)
         uniform = tl.rand(tl.load(keep_keys + row), turn).to(tl.float64)
@@ -201,7 +202,7 @@ def draft_kernel(
                 ids = first + tl.arange(0, BLOCK)  # [BLOCK]
                 within = ids < vocab
                 weights = weights_of(
-                    logits, ids, within, row, cut_values, cut_ids, best, best_id, temperature
+                    logits, ids, within, row, threshold_values, threshold_ids, best, best_id, temperature
                 )
                 q = tl.load(drawn_from + ids, mask=within, other=0.0)
                 left += tl.maximum(p_factor * weights - (q_factor + 1.0) * q, 0.0)
@@ -240,8 +241,8 @@ def draw_kernel(
     rows,
     spans,
     temperatures,
-    cut_values,
-    cut_ids,
+    threshold_values,
+    threshold_ids,
     drawn_from,
     draw_keys,  # [R]
     BLOCK: tl.constexpr,
@@ -264,7 +265,9 @@ def draw_kernel(
         for first in range(span * SPAN, span * SPAN + SPAN, BLOCK):
             ids = first + tl.arange(0, BLOCK)  # [BLOCK]
             within = ids < vocab
-            weights = weights_of(logits, ids, within, row, cut_values, cut_ids, best, best_id, temperature)
+            weights = weights_of(
+                logits, ids, within, row, threshold_values, threshold_ids, best, best_id, temperature
+            )
             left = p_factor * weights - q_factor * tl.load(drawn_from + ids, mask=within, other=0.0)
             noisy = tl.log(tl.where(left > 0, left, 1.0)) + gumbel(key, ids)
             noisy = tl.where(left > 0, noisy, float("-inf"))
@@ -314,8 +317,8 @@ def _variants(spans: int, span: int) -> tuple[Variant, ...]:
 def keep_or_draw(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
-    cut_values: torch.Tensor | None,
-    cut_ids: torch.Tensor | None,
+    threshold_values: torch.Tensor | None,
+    threshold_ids: torch.Tensor | None,
     drawn_from: torch.Tensor,
     drafts: torch.Tensor,
     begins: torch.Tensor,
@@ -333,7 +336,7 @@ def keep_or_draw(
         logits: [R, V] float32, in each row one that is finite and kept, none +infinity or NaN; rows at any
             stride, tokens contiguous.
         temperatures: [R] float64. 0 or less: the most likely token, the lowest of equals, has probability 1.
-        cut_values, cut_ids: As for `kernels.cuda.sampling.choose`.
+        threshold_values, threshold_ids: As for `kernels.cuda.sampling.choose`.
         drawn_from: [R, V] float64 contiguous, the probabilities in the distribution of each row's drafts.
         drafts: [D] int64, below V.
         begins: [R + 1] int64, the first draft of each row, and D.
@@ -358,13 +361,13 @@ def keep_or_draw(
     grid = rows, spans
     row_of = logits, logits.stride(0), vocab
     find_best.launch(grid, maxima, maxima_ids, *row_of, spans)
-    cuts = temperatures, cut_values, cut_ids
-    find_totals.launch(grid, totals, maxima, maxima_ids, *row_of, spans, *cuts)
+    thresholds = temperatures, threshold_values, threshold_ids
+    find_totals.launch(grid, totals, maxima, maxima_ids, *row_of, spans, *thresholds)
     known = factors, tokens, lefts, likely, likely_ids, totals, maxima, maxima_ids
     for turn in range(most_drafts):
         try_draft.launch(
-            grid, *known, turn, *row_of, rows, spans, *cuts, drawn_from, drafts, begins, keep_keys
+            grid, *known, turn, *row_of, rows, spans, *thresholds, drawn_from, drafts, begins, keep_keys
         )
-    after = *known, most_drafts, *row_of, rows, spans, *cuts
+    after = *known, most_drafts, *row_of, rows, spans, *thresholds
     draw.launch(grid, out, scores, score_ids, *after, drawn_from, draw_keys)
     pick.launch((rows,), out, scores, score_ids, spans)

@@ -15,18 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.sampling import BLOCK
+from kernels.cuda.sampling import BLOCK, filtered
 from kernels.cuda.variant import Variant
-
-
-@triton.jit
-def without_cut(values, ids, row, cut_values, cut_ids):
-    """Logits of some tokens; -infinity for those that are cut off. Nothing is if there are no cuts."""
-    if cut_values is not None:
-        value = tl.load(cut_values + row)
-        kept = (values > value) | ((values == value) & (ids <= tl.load(cut_ids + row)))
-        values = tl.where(kept, values, float("-inf"))
-    return values
 
 
 @triton.jit
@@ -35,8 +25,8 @@ def weigh_block_kernel(
     logits_stride,
     vocab,
     temperatures,  # [R]
-    cut_values,  # [R], or None
-    cut_ids,  # [R], or None
+    threshold_values,  # [R], or None
+    threshold_ids,  # [R], or None
     block_best,  # [R, B] the largest logit that is kept
     block_ids,  # [R, B] its token
     block_weights,  # [R, B] the weights of those that are kept, relative to it
@@ -48,7 +38,7 @@ def weigh_block_kernel(
     out = row * tl.num_programs(1) + tl.program_id(1)
     ids = first + tl.arange(0, BLOCK)  # [BLOCK]
     values = tl.load(logits + row * logits_stride + ids, mask=ids < vocab, other=float("-inf"))
-    values = without_cut(values, ids, row, cut_values, cut_ids)
+    values = filtered(values, ids, row, threshold_values, threshold_ids)
     best = tl.max(values, 0)
     temperature = tl.load(temperatures + row).to(tl.float64)
     temperature = tl.where(temperature > 0, temperature, 1.0)
@@ -66,8 +56,8 @@ def weigh_row_kernel(
     logits_stride,
     tokens,  # [R]
     temperatures,  # [R]
-    cut_values,  # [R], or None
-    cut_ids,  # [R], or None
+    threshold_values,  # [R], or None
+    threshold_ids,  # [R], or None
     block_best,  # [R, B]
     block_ids,  # [R, B]
     block_weights,  # [R, B]
@@ -84,7 +74,7 @@ def weigh_row_kernel(
     best = tl.max(bests, 0).to(tl.float64)
     token = tl.load(tokens + row)
     value = tl.load(logits + row * logits_stride + token)
-    value = without_cut(value, token, row, cut_values, cut_ids).to(tl.float64)
+    value = filtered(value, token, row, threshold_values, threshold_ids).to(tl.float64)
     temperature = tl.load(temperatures + row).to(tl.float64)
     if temperature > 0:
         total = tl.sum(weights * tl.exp((bests.to(tl.float64) - best) / temperature), 0)
@@ -109,8 +99,8 @@ def log_probabilities(
     temperatures: torch.Tensor,
     tokens: torch.Tensor,
     out: torch.Tensor,
-    cut_values: torch.Tensor | None = None,
-    cut_ids: torch.Tensor | None = None,
+    threshold_values: torch.Tensor | None = None,
+    threshold_ids: torch.Tensor | None = None,
 ) -> None:
     """The log-probability of one token of each row.
 
@@ -121,8 +111,8 @@ def log_probabilities(
             at any stride, tokens contiguous.
         temperatures: [R] float64. 0 or less: the most likely token, the lowest of equals, has probability 1.
         tokens: [R] int64.
-        out: [R] float64. -infinity for a token that is cut off or forbidden, or whose weight is too small.
-        cut_values, cut_ids: As for `kernels.cuda.sampling.choose`.
+        out: [R] float64. -infinity for a token that is filtered out, forbidden, or has too small a weight.
+        threshold_values, threshold_ids: As for `kernels.cuda.sampling.choose`.
     """
     rows, vocab = logits.shape
     if rows == 0:
@@ -131,7 +121,7 @@ def log_probabilities(
     block_best = torch.empty((rows, num_blocks), dtype=torch.float32, device=logits.device)
     block_ids = torch.empty((rows, num_blocks), dtype=torch.int32, device=logits.device)
     block_weights = torch.empty((rows, num_blocks), dtype=torch.float64, device=logits.device)
-    cuts = temperatures, cut_values, cut_ids
+    thresholds = temperatures, threshold_values, threshold_ids
     blocks = block_best, block_ids, block_weights
-    _BLOCKS.launch((rows, num_blocks), logits, logits.stride(0), vocab, *cuts, *blocks)
-    _rows(num_blocks).launch((rows,), out, logits, logits.stride(0), tokens, *cuts, *blocks, num_blocks)
+    _BLOCKS.launch((rows, num_blocks), logits, logits.stride(0), vocab, *thresholds, *blocks)
+    _rows(num_blocks).launch((rows,), out, logits, logits.stride(0), tokens, *thresholds, *blocks, num_blocks)

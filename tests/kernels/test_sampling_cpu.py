@@ -13,7 +13,7 @@ import torch
 
 from kernels.cpu import sampling as compiled
 from tests.kernels.instruction_sets import need_compiled
-from tests.workers.sampling_reference import any_limits
+from tests.workers.sampling_reference import any_filters
 from workers.distribution import apply_drafts, sampled_logprobs
 from workers.outputs import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import Draft, SamplingRow, choose_tokens
@@ -53,7 +53,7 @@ def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
 
     spec = Sampling(
         temperature=either(0, 0.01, 0.7, 1, 5),
-        **any_limits(rng, vocab),
+        **any_filters(rng, vocab),
         repetition_penalty=either(1, 1.3),
         frequency_penalty=either(0, 0.4),
         presence_penalty=either(0, -0.4),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from workers.outputs import LIMITS, Sampling, TokenMask
+from workers.outputs import FILTERS, Sampling, TokenMask
 from workers.sampling import SamplingRow
 
 INF = float("inf")
@@ -54,7 +54,7 @@ def adjust(logits: list[float], row: SamplingRow) -> list[float]:
 
 
 def kept_tokens(logits: torch.Tensor, spec: Sampling) -> torch.Tensor:
-    """Which tokens `outputs.LIMITS` keep of a row after mask, bias and penalties: their ids, ascending."""
+    """Which tokens `outputs.FILTERS` keep of a row after mask, bias and penalties: their ids, ascending."""
     values, ids = logits.double().sort(descending=True, stable=True)
     log_weight = (logits.double() - values[0]) / spec.temperature
     weight = log_weight.exp()
@@ -73,12 +73,12 @@ def kept_tokens(logits: torch.Tensor, spec: Sampling) -> torch.Tensor:
     return ids.sort().values
 
 
-def any_limits(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
-    """A value of each of `outputs.LIMITS`: mild, extreme, or, half of the time, one that keeps everything."""
+def any_filters(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
+    """A value of each of `outputs.FILTERS`: mild, extreme, or half of the time one that keeps all."""
     values: dict[str, list[float]] = {
         "top_k": [0, 0, 0, 1, 7, vocab // 2 + 1],
         "top_p": [1.0, 1.0, 1.0, 0.9, 0.3, 1e-9],
         "min_p": [0.0, 0.0, 0.0, 0.02, 0.05, 1.0],
         "typical_p": [1.0, 1.0, 1.0, 0.9, 0.2, 1e-9],
     }
-    return {name: rng.choice(values[name]).item() for name in LIMITS}
+    return {name: rng.choice(values[name]).item() for name in FILTERS}

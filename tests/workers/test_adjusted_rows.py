@@ -1,4 +1,4 @@
-"""Rows with masks, biases, penalties and limits in decode graphs: each gets the token that it gets alone.
+"""Rows with masks, biases, penalties and filters in decode graphs: each gets the token that it gets alone.
 
 The graphs' own kernels run in Triton's interpreter. What is compared with runs the model on the CPU, row by
 row, and chooses there.

@@ -1,4 +1,4 @@
-"""Which rows a device chooses for without their limits; tests/kernels/cuda compares the tokens."""
+"""Which rows a device chooses for without their filters; tests/kernels/cuda compares the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.sampling import SamplingRow
             ),
             True,
         ),
-        # The most likely is never cut off.
+        # The most likely is never filtered out.
         (SamplingRow(Sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)), True),
         (SamplingRow(mask=TokenMask(allowed=[1])), False),
         (SamplingRow(mask=TokenMask()), False),

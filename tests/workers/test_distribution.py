@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.cpu.sampling import Drafts
-from tests.workers.sampling_reference import any_limits, kept_tokens
+from tests.workers.sampling_reference import any_filters, kept_tokens
 from workers import numpy_choice as room
 from workers.counter_rng import uniform
 from workers.distribution import apply_drafts, drafts_of, sampled_logprobs
@@ -28,7 +28,7 @@ TOO_MUCH = 6.0
 
 def row_of(logits: NDArray[np.float32], row: SamplingRow) -> Distribution:
     choice = RowChoices(len(logits)).choice(row)
-    return candidates(adjusted(logits, choice), choice.temperature, choice.limits).distribution()
+    return candidates(adjusted(logits, choice), choice.temperature, choice.filters).distribution()
 
 
 def drafted(token_ids: list[int], drafts: DraftProbabilities, seed: int, position: int) -> Drafts:
@@ -44,7 +44,7 @@ def test_it_is_what_the_settings_mean(seed: int) -> None:
     logits[5] = logits[7]
     logits[9] = -np.inf
     allowed = sorted({1, *rng.choice(VOCAB, size=rng.integers(3, VOCAB + 1), replace=False).tolist()})
-    spec = Sampling(temperature=float(rng.choice([0.3, 1.0, 2.0])), **any_limits(rng, VOCAB))
+    spec = Sampling(temperature=float(rng.choice([0.3, 1.0, 2.0])), **any_filters(rng, VOCAB))
     found = row_of(logits, SamplingRow(spec, TokenMask(allowed=allowed)))
     left = torch.full((VOCAB,), -math.inf)
     left[allowed] = torch.from_numpy(logits)[allowed]

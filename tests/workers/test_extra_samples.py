@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.sampling_reference import any_limits
+from tests.workers.sampling_reference import any_filters
 from workers import extra_samples
 from workers.distribution import sampled_logprobs
 from workers.extra_samples import draw_extra_samples
@@ -26,7 +26,7 @@ def drawn_from(logits: torch.Tensor, row: SamplingRow, spec: OutputSpec) -> list
 def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
     spec = Sampling(
         temperature=float(rng.choice([0.0, 0.4, 1.0, 3.0])),
-        **any_limits(rng, vocab),
+        **any_filters(rng, vocab),
         repetition_penalty=float(rng.choice([1.0, 1.4])),
         frequency_penalty=float(rng.choice([0.0, 0.8])),
         logit_bias={3: 1.5} if rng.random() < 0.3 else {},

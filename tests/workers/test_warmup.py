@@ -15,15 +15,15 @@ from tests.model_factory import TinyModel, make_family_model, make_model
 from workers import batch
 from workers.decodes import NO_DECODES, Decodes
 from workers.operations import Chunk, Forward
-from workers.outputs import LIMITS, OutputSpec, Sampling, VerifyRow
+from workers.outputs import FILTERS, OutputSpec, Sampling, VerifyRow
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow
 
 # What changes nothing of what is computed, and what has to do with one more than with others.
 SAME_WORK = {
     OutputSpec: {"row_weight", "is_plain", "is_token_only", "end_token_ids"},
-    # What limits a draw is launched together, as are all penalties.
-    Sampling: {"seed", "penalty_from", "frequency_penalty", "presence_penalty", *LIMITS} - {"top_p"},
+    # What filters a draw is launched together, as are all penalties.
+    Sampling: {"seed", "penalty_from", "frequency_penalty", "presence_penalty", *FILTERS} - {"top_p"},
     VerifyRow: {"mask"},  # that of the output is applied by the same kernel
 }
 

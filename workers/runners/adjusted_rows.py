@@ -1,6 +1,6 @@
 """The rows of a decode step whose tokens are chosen once more, in fixed memory, which CUDA graphs read.
 
-They have a mask, biases, penalties or limits of a draw. The graph of a step chooses a token for every row
+They have a mask, biases, penalties or filters. The graph of a step chooses a token for every row
 by its temperature alone. A second, short one copies the logits of these rows, adjusts the copies, and
 replaces the tokens. The other rows are not read, and nothing waits for the host.
 

@@ -6,7 +6,7 @@ steps (tokens, positions, lengths, pages) is in fixed device memory, owned by `d
 
 A batch runs in the smallest bucket that it fits, and the other rows are padded. Graphs are captured on the
 first decode: for each size one; when the model has slots for adapters, one that only batches with adapters
-replay. Rows with a mask, biases, penalties or limits are chosen once more, by a short second
+replay. Rows with a mask, biases, penalties or filters are chosen once more, by a short second
 graph (`adjusted_rows`). Other steps (prefills, mixed batches, verifies, larger batches, captured hidden
 states, given experts, tokens that follow an older state) run eagerly with the same kernels. So do decodes,
 more slowly, if a capture fails. With graphs switched off, the kernels of a decode are launched one by one,

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.counter_rng import mix64, mix_keys
-from workers.device_sampling import NEUTRAL_LIMITS, limits
+from workers.device_sampling import NEUTRAL_FILTERS, filters
 from workers.models.inputs import AttentionBatch, ForwardInputs, StateRows
 from workers.outputs import Sampling
 from workers.runners.adjusted_rows import adjusted_among
@@ -32,7 +32,7 @@ from workers.runners.decode_memory import (
     Staging,
     StepTokens,
     columns_in,
-    limits_in,
+    filters_in,
 )
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import SamplingRow
@@ -83,10 +83,10 @@ class DecodeBuffers:
         # Arrays, since an assignment to a tensor takes several times as long.
         self._host = RowColumns(*(column.numpy() for column in columns_in(self._host_memory, max_rows)))
         self._columns = columns_in(self._memory, max_rows)
-        self._host_limits = {
-            name: column.numpy() for name, column in limits_in(self._host_memory, max_rows).items()
+        self._host_filters = {
+            name: column.numpy() for name, column in filters_in(self._host_memory, max_rows).items()
         }
-        self._limits = limits_in(self._memory, max_rows)
+        self._filters = filters_in(self._memory, max_rows)
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
@@ -146,7 +146,7 @@ class DecodeBuffers:
 
     def settings(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """How tokens of these rows are chosen: columns that `device_sampling.choose_adjusted` takes."""
-        columns = {"temperatures": self._columns.temperatures, "keys": self._columns.keys} | self._limits
+        columns = {"temperatures": self._columns.temperatures, "keys": self._columns.keys} | self._filters
         return {name: column.index_select(0, rows) for name, column in columns.items()}
 
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -273,8 +273,8 @@ class DecodeBuffers:
         specs = [spec or _GREEDY for spec in given]
         temperatures = np.array([spec.temperature for spec in specs])
         self._host.temperatures[: len(specs)] = temperatures
-        for name, values in (limits(specs) or NEUTRAL_LIMITS).items():
-            self._host_limits[name][: len(specs)] = values
+        for name, values in (filters(specs) or NEUTRAL_FILTERS).items():
+            self._host_filters[name][: len(specs)] = values
         self._drawn = (temperatures > 0).nonzero()[0]
         self._streams = np.array([mix64(specs[index].seed) for index in self._drawn.tolist()], np.uint64)
         return False
@@ -284,8 +284,8 @@ class DecodeBuffers:
         if count < self._rows:
             for column, value in zip(self._host, PADDING, strict=True):
                 column[count : self._rows] = value
-            for name, neutral in NEUTRAL_LIMITS.items():
-                self._host_limits[name][count : self._rows] = neutral
+            for name, neutral in NEUTRAL_FILTERS.items():
+                self._host_filters[name][count : self._rows] = neutral
         self._rows = count
 
     def _send_columns(self, *, with_tokens: bool = True) -> None:

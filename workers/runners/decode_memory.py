@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.device_sampling import NEUTRAL_LIMITS
+from workers.device_sampling import NEUTRAL_FILTERS
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import BadLogitsError, NothingAllowedError
 
@@ -35,9 +35,9 @@ class RowColumns(NamedTuple, Generic[Column]):
     lora_slots: Column  # int32; -1: no adapter
 
 
-# The bytes of a row in the plain columns, with the columns of limits, and in the results.
+# The bytes of a row in the plain columns, with the columns of filters, and in the results.
 _PLAIN_BYTES = 64
-COLUMN_BYTES = _PLAIN_BYTES + sum(neutral.nbytes for neutral in NEUTRAL_LIMITS.values())
+COLUMN_BYTES = _PLAIN_BYTES + sum(neutral.nbytes for neutral in NEUTRAL_FILTERS.values())
 _RESULT_BYTES = 16
 
 
@@ -49,10 +49,10 @@ def columns_in(memory: torch.Tensor, rows: int) -> RowColumns[torch.Tensor]:
     return RowColumns(*integers, *temperatures, *places)
 
 
-def limits_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
-    """The columns of `outputs.LIMITS`, behind the others in `memory`, widest first to be aligned."""
+def filters_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
+    """The columns of `outputs.FILTERS`, behind the others in `memory`, widest first to be aligned."""
     columns, start = dict[str, torch.Tensor](), _PLAIN_BYTES * rows
-    for name, neutral in sorted(NEUTRAL_LIMITS.items(), key=lambda limit: -limit[1].nbytes):
+    for name, neutral in sorted(NEUTRAL_FILTERS.items(), key=lambda named: -named[1].nbytes):
         end = start + neutral.nbytes * rows
         columns[name] = memory[start:end].view(torch.from_numpy(np.empty(0, neutral.dtype)).dtype)
         start = end

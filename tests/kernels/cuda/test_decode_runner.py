@@ -37,7 +37,7 @@ from workers.sampling import BadLogitsError, SamplingRow
 
 PAGES = 120
 VOCAB = 97
-CUT = Sampling(temperature=2.0, top_k=2, top_p=0.9, seed=7)
+FILTERED = Sampling(temperature=2.0, top_k=2, top_p=0.9, seed=7)
 SETTINGS = {
     "model_type": "qwen3",
     "vocab_size": VOCAB,
@@ -284,11 +284,11 @@ def rows_of(
 
 
 def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: Decoder, device: str) -> None:
-    """Rows that are greedy, drawn and cut; pages that end at different steps; and then as ever."""
+    """Rows that are greedy, drawn and filtered; pages that end at different steps; and then as ever."""
     dice = random.Random(0)
     twins = Twins(decoder, device, queue=LateQueue() if device == "cpu" else None)
     drawn = Sampling(temperature=1.2, seed=3)
-    for specs_of_batch in ([None] * 4, [drawn, None], [CUT, None, drawn]):
+    for specs_of_batch in ([None] * 4, [drawn, None], [FILTERED, None, drawn]):
         specs = specs_of_batch
         sequences = twins.begin(*([dice.randrange(VOCAB)] * dice.randint(9, 16) for _ in specs))
         tokens = [dice.randrange(VOCAB) for _ in specs]

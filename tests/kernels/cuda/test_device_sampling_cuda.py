@@ -191,7 +191,7 @@ def test_no_rows(device: str) -> None:
 def test_log_probabilities_of_drawn_tokens(
     spread: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the token that was chosen, of one that is likely, and of one that may be cut off or forbidden."""
+    """Of the token that was chosen, of one that is likely, and of one that may be filtered or forbidden."""
     monkeypatch.setattr(device_sampling, "ROWS_AT_ONCE", 5)
     generator = torch.Generator().manual_seed(9)
     vocab = 1300

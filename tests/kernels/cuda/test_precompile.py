@@ -22,7 +22,7 @@ from tests import quire_command
 from tests.gpu.sizes import FirstTiles, repeat_launches
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.cuda.test_decode_lora import SLOTS, make_adapter
-from tests.kernels.cuda.test_decode_runner import CUT, PAGES, SETTINGS, VOCAB, random_decoder
+from tests.kernels.cuda.test_decode_runner import FILTERED, PAGES, SETTINGS, VOCAB, random_decoder
 from tests.kernels.cuda.test_lora_cuda import use_triton
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.workers.packing import HandPacker, HandSequence, Item
@@ -117,7 +117,7 @@ def steps_of(decoder: Decoder, device: str) -> None:
         step([Item(sequence, [token % VOCAB for token in range(length)])])
     for number in (1, 3, 4):
         step([Item(sequence, [1]) for sequence in sequences[:number]])
-    step([Item(sequence, [1]) for sequence in sequences[:2]], CUT)
+    step([Item(sequence, [1]) for sequence in sequences[:2]], FILTERED)
     step([Item(sequences[0], [1]), Item(sequences[1], [1, 2, 3]), Item(HandSequence(), range(20))])
     step([Item(sequences[2], [3]), Item(sequences[3], [1, 2, 3])], tree=Tree((0, 0)))
 
@@ -129,7 +129,7 @@ def choices_on(device: str) -> None:
     for spec in (
         Sampling(),
         Sampling(temperature=1.0),
-        CUT,
+        FILTERED,
         Sampling(temperature=1.0, logit_bias={1: 1.0, 2: 2.0}),
         Sampling(temperature=1.0, top_p=0.5, repetition_penalty=1.2, frequency_penalty=0.1),
     ):

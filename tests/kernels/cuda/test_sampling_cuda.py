@@ -1,4 +1,4 @@
-"""Races, cuts, masks and penalties on the GPU or in the interpreter, against their definitions in numpy."""
+"""Races, filters, masks and penalties on the GPU or in the interpreter, against definitions in numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kernels.cuda import sampling_cut
+from kernels.cuda import sampling_threshold
 from kernels.cuda.sampling import choose
 from kernels.cuda.sampling_adjust import (
     apply_biases,
@@ -18,13 +18,14 @@ from kernels.cuda.sampling_adjust import (
     count_histories,
     count_next,
 )
-from kernels.cuda.sampling_cut import BLOCK, SPAN, find_cuts
-from kernels.cuda.sampling_limits import apply_limits
+from kernels.cuda.sampling_candidates import BLOCK, SPAN
+from kernels.cuda.sampling_filters import apply_filters
+from kernels.cuda.sampling_threshold import find_thresholds
 from tests.kernels.conftest import SELDOM
 from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
 from tests.workers.sampling_reference import kept_tokens
 from workers.counter_rng import gumbel, mix_key
-from workers.device_sampling import limits as limits_of
+from workers.device_sampling import filters as filters_of
 from workers.outputs import Sampling
 
 INF = float("inf")
@@ -36,13 +37,16 @@ SCORE_ERROR = 1e-12
 KEYS = [0, 2**63, 2**64 - 1, mix_key(0, 0), mix_key(2**64 - 1, 2**63 - 1), mix_key(2**63, 2**31)]
 
 
-class Cuts(NamedTuple):
+class Thresholds(NamedTuple):
     values: torch.Tensor  # [R]
     ids: torch.Tensor  # [R]
 
 
 def chosen(
-    logits: torch.Tensor, temperatures: list[float] | torch.Tensor, keys: list[int], cuts: Cuts | None = None
+    logits: torch.Tensor,
+    temperatures: list[float] | torch.Tensor,
+    keys: list[int],
+    thresholds: Thresholds | None = None,
 ) -> tuple[list[int], list[float]]:
     """Tokens and largest logits of rows that are on the device already, as their temperatures may be."""
     device, rows = logits.device, len(logits)
@@ -51,7 +55,7 @@ def chosen(
     bits = torch.from_numpy(np.array(keys, dtype=np.uint64).view(np.int64)).to(device)
     if not isinstance(temperatures, torch.Tensor):
         temperatures = torch.tensor(temperatures, device=device)
-    choose(logits, temperatures, bits, ids, best, *(cuts or (None, None)))
+    choose(logits, temperatures, bits, ids, best, *(thresholds or (None, None)))
     return ids.tolist(), best.tolist()
 
 
@@ -138,11 +142,11 @@ def test_unusable_rows_are_marked_and_spare_the_others(dtype: torch.dtype, devic
 
 def test_only_what_a_cut_keeps_races(device: str) -> None:
     logits = torch.arange(1100.0).remainder(10).repeat(3, 1).to(device)
-    cuts = Cuts(
+    thresholds = Thresholds(
         torch.tensor([9.0, 9.0, 8.0], device=device),
         torch.tensor([19, 2**31 - 1, 8], dtype=torch.int32, device=device),
     )
-    ids, best = chosen(logits, [100.0] * 3, [1, 2, 3], cuts)
+    ids, best = chosen(logits, [100.0] * 3, [1, 2, 3], thresholds)
     kept = [[9, 19], range(9, 1100, 10), [8, *range(9, 1100, 10)]]
     for token, allowed, key in zip(ids, kept, [1, 2, 3], strict=True):
         only = torch.full((1100,), -INF)
@@ -188,121 +192,129 @@ def test_no_rows(device: str) -> None:
 
 @pytest.fixture(params=[BLOCK, SPAN], ids=["many spans", "few spans"])
 def _spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_cut, "SPAN", request.param)
+    monkeypatch.setattr(sampling_threshold, "SPAN", request.param)
 
 
-class Limits(NamedTuple):
+class Filters(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
 
-def cuts_of(logits: torch.Tensor, limits: list[Limits]) -> Cuts:
-    rows, device = len(limits), logits.device
-    columns = torch.tensor(limits, dtype=torch.float64, device=device)
+def thresholds_of(logits: torch.Tensor, filters: list[Filters]) -> Thresholds:
+    rows, device = len(filters), logits.device
+    columns = torch.tensor(filters, dtype=torch.float64, device=device)
     temperatures, top_ks, top_ps, min_ps = columns.T.contiguous().unbind()
-    cuts = Cuts(torch.full((rows,), NAN, device=device), torch.zeros(rows, dtype=torch.int32, device=device))
-    find_cuts(logits, temperatures, top_ks.int(), top_ps, min_ps, *cuts)
-    return cuts
+    thresholds = Thresholds(
+        torch.full((rows,), NAN, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
+    )
+    find_thresholds(logits, temperatures, top_ks.int(), top_ps, min_ps, *thresholds)
+    return thresholds
 
 
-def kept_by(logits: torch.Tensor, cuts: Cuts) -> list[list[int]]:
-    """The tokens that each row's cut keeps, forbidden ones left out."""
+def kept_by(logits: torch.Tensor, thresholds: Thresholds) -> list[list[int]]:
+    """The tokens that each row's threshold keeps, forbidden ones left out."""
     values, ids = logits.cpu(), torch.arange(logits.shape[1])
-    last, last_id = cuts.values.cpu()[:, None], cuts.ids.cpu()[:, None]
+    last, last_id = thresholds.values.cpu()[:, None], thresholds.ids.cpu()[:, None]
     kept = ((values > last) | ((values == last) & (ids <= last_id))) & (values > -INF)
     return [row.nonzero().flatten().tolist() for row in kept]
 
 
-def expected(values: NDArray[np.float32], limits: Limits) -> list[int]:
+def expected(values: NDArray[np.float32], filters: Filters) -> list[int]:
     """By sorting everything. Fails where rounding would decide."""
     order = np.lexsort((np.arange(len(values)), -values))
-    order = order[values[order] > -INF][: limits.top_k or None]
-    weight = np.exp((values[order].astype(np.float64) - float(values.max())) / limits.temperature)
+    order = order[values[order] > -INF][: filters.top_k or None]
+    weight = np.exp((values[order].astype(np.float64) - float(values.max())) / filters.temperature)
     before = np.cumsum(weight) - weight
-    limit = limits.top_p * weight.sum() if limits.top_p < 1 else INF
+    limit = filters.top_p * weight.sum() if filters.top_p < 1 else INF
     rounding = len(values) * 2.0**-53 * weight.sum()
     assert (abs(before - limit) > rounding).all(), "another seed, please"
-    return sorted(order[(before < limit) & (weight >= limits.min_p)].tolist())
+    return sorted(order[(before < limit) & (weight >= filters.min_p)].tolist())
 
 
 ALONE = [
-    Limits(top_k=1),
-    Limits(top_k=50),
-    Limits(top_k=4999),
-    Limits(top_p=0.9),
-    Limits(0.5, top_p=0.123),
-    Limits(30.0, top_p=0.99),
-    Limits(min_p=0.05),
-    Limits(min_p=1.0),
-    Limits(),
+    Filters(top_k=1),
+    Filters(top_k=50),
+    Filters(top_k=4999),
+    Filters(top_p=0.9),
+    Filters(0.5, top_p=0.123),
+    Filters(30.0, top_p=0.99),
+    Filters(min_p=0.05),
+    Filters(min_p=1.0),
+    Filters(),
 ]
 TOGETHER = [
-    Limits(top_k=50, top_p=0.8),
-    Limits(2.0, top_k=3000, top_p=0.95),
-    Limits(1.5, top_k=20, min_p=0.1),
-    Limits(0.7, top_p=0.9, min_p=0.02),
-    Limits(1.0, top_k=400, top_p=0.97, min_p=0.001),
-    Limits(1.0, top_k=9999, top_p=1e-6),
+    Filters(top_k=50, top_p=0.8),
+    Filters(2.0, top_k=3000, top_p=0.95),
+    Filters(1.5, top_k=20, min_p=0.1),
+    Filters(0.7, top_p=0.9, min_p=0.02),
+    Filters(1.0, top_k=400, top_p=0.97, min_p=0.001),
+    Filters(1.0, top_k=9999, top_p=1e-6),
 ]
 
 
 @pytest.mark.usefixtures("_spans")
-@pytest.mark.parametrize("limits", [ALONE, TOGETHER], ids=["alone", "together"])
+@pytest.mark.parametrize("filters", [ALONE, TOGETHER], ids=["alone", "together"])
 @pytest.mark.parametrize("spread", [pytest.param(0.01, marks=SELDOM), 4.0])
-def test_cuts_keep_what_sorting_keeps(limits: list[Limits], spread: float, device: str) -> None:
+def test_filters_keep_what_sorting_keeps(filters: list[Filters], spread: float, device: str) -> None:
     """The last block is partial, of the last span."""
-    values = torch.randn(len(limits), 5003, generator=torch.Generator().manual_seed(8)) * spread
+    values = torch.randn(len(filters), 5003, generator=torch.Generator().manual_seed(8)) * spread
     logits = surrounded(values, device)
-    kept = kept_by(logits, cuts_of(logits, limits))
-    assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
+    kept = kept_by(logits, thresholds_of(logits, filters))
+    assert kept == [expected(row.numpy(), each) for row, each in zip(values, filters, strict=True)]
 
 
 @pytest.mark.usefixtures("_spans")
 @pytest.mark.parametrize(
-    "limits", [[*ALONE, Limits(top_k=900)], TOGETHER], ids=["alone", "together"]
+    "filters", [[*ALONE, Filters(top_k=900)], TOGETHER], ids=["alone", "together"]
 )  # The 900 most likely of 1800 end among the zeros of either sign.
-def test_cuts_among_many_equals(limits: list[Limits], device: str) -> None:
-    values = torch.randn(len(limits), 2100, generator=torch.Generator().manual_seed(9)).mul(2).round()
+def test_filters_among_many_equals(filters: list[Filters], device: str) -> None:
+    values = torch.randn(len(filters), 2100, generator=torch.Generator().manual_seed(9)).mul(2).round()
     values[:, ::7] = -INF
     values[:, 1::97] = -0.0
     logits = surrounded(values, device)
-    kept = kept_by(logits, cuts_of(logits, limits))
-    assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
+    kept = kept_by(logits, thresholds_of(logits, filters))
+    assert kept == [expected(row.numpy(), each) for row, each in zip(values, filters, strict=True)]
 
 
-def test_cuts_of_a_long_row(device: str) -> None:
+def test_filters_of_a_long_row(device: str) -> None:
     """So many candidates that those of the spans after the first take several blocks to move."""
-    limits = [Limits(top_k=19_000), Limits(30.0, top_p=0.95), Limits(top_k=5), Limits(), Limits(top_p=0.5)]
-    values = torch.randn(len(limits), 2 * SPAN + 3000, generator=torch.Generator().manual_seed(5)).mul(3)
+    filters = [
+        Filters(top_k=19_000),
+        Filters(30.0, top_p=0.95),
+        Filters(top_k=5),
+        Filters(),
+        Filters(top_p=0.5),
+    ]
+    values = torch.randn(len(filters), 2 * SPAN + 3000, generator=torch.Generator().manual_seed(5)).mul(3)
     values[:, ::2] = values[:, ::2].round()
-    kept = kept_by(values, cuts_of(values.to(device), limits))
-    assert kept == [expected(row.numpy(), limit) for row, limit in zip(values, limits, strict=True)]
+    kept = kept_by(values, thresholds_of(values.to(device), filters))
+    assert kept == [expected(row.numpy(), each) for row, each in zip(values, filters, strict=True)]
 
 
 @pytest.mark.usefixtures("_spans")
-def test_cuts_at_exact_shares_of_equals(device: str) -> None:
+def test_filters_at_exact_shares_of_equals(device: str) -> None:
     # Weights of 1 and their sums are exact: the token that reaches p is the last one kept.
     logits = torch.full((6, 2300), -INF)
     logits[:, [4, 8, 2100, 2299]] = 3.0
-    limits = [Limits(top_p=p) for p in (0.25, 0.5, 0.500001, 0.75)]
-    limits += [Limits(top_k=3, top_p=0.5), Limits(top_k=3, top_p=1 / 3)]
-    kept = kept_by(logits, cuts_of(logits.to(device), limits))
+    filters = [Filters(top_p=p) for p in (0.25, 0.5, 0.500001, 0.75)]
+    filters += [Filters(top_k=3, top_p=0.5), Filters(top_k=3, top_p=1 / 3)]
+    kept = kept_by(logits, thresholds_of(logits.to(device), filters))
     assert [len(row) for row in kept] == [1, 2, 3, 3, 2, 1]
     assert all(row == [4, 8, 2100, 2299][: len(row)] for row in kept)
 
 
-def limited(logits: torch.Tensor, specs: list[Sampling]) -> list[list[int]]:
-    """The tokens that each row's limits keep. Mutates `logits`."""
+def filtered(logits: torch.Tensor, specs: list[Sampling]) -> list[list[int]]:
+    """The tokens that each row's filters keep. Mutates `logits`."""
     temperatures = torch.tensor([spec.temperature for spec in specs], dtype=torch.float64).to(logits.device)
-    columns = {name: torch.from_numpy(each).to(logits.device) for name, each in limits_of(specs).items()}
-    return kept_by(logits, Cuts(*apply_limits(logits, temperatures, **columns)))
+    columns = {name: torch.from_numpy(each).to(logits.device) for name, each in filters_of(specs).items()}
+    return kept_by(logits, Thresholds(*apply_filters(logits, temperatures, **columns)))
 
 
 @pytest.mark.usefixtures("_spans")
 def test_typical_p_keeps_what_its_definition_keeps(device: str) -> None:
-    """Also of what other limits leave, among equals, and of a single token."""
+    """Also of what other filters leave, among equals, and of a single token."""
     specs = [
         Sampling(temperature=1.0, typical_p=0.2),
         Sampling(temperature=0.5, typical_p=0.9),
@@ -317,7 +329,7 @@ def test_typical_p_keeps_what_its_definition_keeps(device: str) -> None:
     values[:, ::3] = values[:, ::3].round()
     values[:, 1::7] = -INF
     logits = surrounded(values, device)
-    kept = limited(logits, specs)
+    kept = filtered(logits, specs)
     for found, spec, row in zip(kept, specs, values, strict=True):
         assert found == kept_tokens(row, spec).tolist(), spec
     assert len(kept[3]) < 50 and len(kept[6]) == 1
@@ -330,23 +342,25 @@ def test_typical_p_of_equals_of_one_token_and_of_none(device: str) -> None:
     logits[1, 2200] = -3e38
     logits[2, [5, 2299]] = torch.tensor([2.0, 2.0])
     specs = [Sampling(temperature=temperature, typical_p=0.1) for temperature in (1.0, 1e-3, 1.0, 1.0)]
-    assert limited(logits.to(device), specs) == [[*range(2300)], [2200], [5, 2299], []]
+    assert filtered(logits.to(device), specs) == [[*range(2300)], [2200], [5, 2299], []]
 
 
-def test_cuts_of_one_token_of_one_that_is_left_and_of_none(device: str) -> None:
-    everything = Limits(1.0, 3, 0.5, 0.5)
+def test_filters_of_one_token_of_one_that_is_left_and_of_none(device: str) -> None:
+    everything = Filters(1.0, 3, 0.5, 0.5)
     one = torch.tensor([[-2.0]], device=device)
-    assert kept_by(one, cuts_of(one, [everything])) == [[0]]
+    assert kept_by(one, thresholds_of(one, [everything])) == [[0]]
     left = torch.full((2, 9), -INF, device=device)
     left[0, 6] = -FLOAT32_MAX
-    assert kept_by(left, cuts_of(left, [everything] * 2)) == [[6], []]
+    assert kept_by(left, thresholds_of(left, [everything] * 2)) == [[6], []]
 
 
 def test_garbage_rows_do_not_disturb_their_neighbours(device: str) -> None:
     logits = torch.arange(30.0).repeat(3, 1)
     logits[0, ::2], logits[2, ::3] = NAN, INF
-    cuts = cuts_of(logits.to(device), [Limits(1.0, 5, 0.9, 0.1), Limits(top_k=2), Limits(top_p=0.5)])
-    assert kept_by(logits, cuts)[1] == [28, 29]
+    thresholds = thresholds_of(
+        logits.to(device), [Filters(1.0, 5, 0.9, 0.1), Filters(top_k=2), Filters(top_p=0.5)]
+    )
+    assert kept_by(logits, thresholds)[1] == [28, 29]
 
 
 @pytest.mark.parametrize("vocab", [1, 32, 33, 1100])

@@ -1,6 +1,6 @@
-// Which tokens of a row the limits of a draw keep, without sorting the row.
+// Which tokens of a row the filters of a draw keep, without sorting the row.
 //
-// Tokens are ordered by logit, the largest first, and by id among equals. Each limit keeps the first ones of this
+// Tokens are ordered by logit, the largest first, and by id among equals. Each filter keeps the first ones of this
 // order, but for typical_p, which keeps the first ones of another. What is kept is copied to a list, in the order of ids.
 #pragma once
 
@@ -12,8 +12,8 @@ namespace quire {
 
 constexpr float kLowest = -std::numeric_limits<float>::max();  // what is not forbidden reaches it
 
-// The settings that leave out tokens, in the order in which they are applied: LIMITS in workers/outputs.py.
-struct Limits {
+// The settings that leave out tokens, in the order in which they are applied: FILTERS in workers/outputs.py.
+struct Filters {
   int64_t top_k;  // 0: none
   double top_p, min_p, typical_p;
 };
@@ -216,12 +216,12 @@ inline Tokens typical(Tokens tokens, double share, const Softmax& softmax, Token
   return kept(tokens, kLowest, memory, [&](float value, int32_t) { return distance_of(value) <= farthest; });
 }
 
-// What the limits leave of some tokens.
-inline Tokens limited(Tokens tokens, const Limits& limits, const Softmax& softmax, TokenMemory& memory) {
-  if (limits.top_k > 0 && limits.top_k < tokens.count) tokens = first_k(tokens, limits.top_k, memory);
-  if (limits.top_p < 1) tokens = first_share(tokens, limits.top_p, softmax, memory);
-  if (limits.min_p > 0) tokens = likely(tokens, limits.min_p, softmax, memory);
-  if (limits.typical_p < 1) tokens = typical(tokens, limits.typical_p, softmax, memory);
+// What the filters leave of some tokens.
+inline Tokens filtered(Tokens tokens, const Filters& filters, const Softmax& softmax, TokenMemory& memory) {
+  if (filters.top_k > 0 && filters.top_k < tokens.count) tokens = first_k(tokens, filters.top_k, memory);
+  if (filters.top_p < 1) tokens = first_share(tokens, filters.top_p, softmax, memory);
+  if (filters.min_p > 0) tokens = likely(tokens, filters.min_p, softmax, memory);
+  if (filters.typical_p < 1) tokens = typical(tokens, filters.typical_p, softmax, memory);
   return tokens;
 }
 
