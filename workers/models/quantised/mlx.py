@@ -2,7 +2,8 @@
 
 weight uint32 [O, I * bits / 32], the first value in the lowest bits of the first word; a value of 3, 5 or 6
 bits may begin in one word and end in the next. scales and biases [O, G]. A weight is scale * value + bias.
-The matrices of all experts of a layer are one: weight [E, O, I * bits / 32], and so on.
+The matrices of all experts of a layer are one: weight [E, O, I * bits / 32], and so on. In MXFP4 there are no
+biases, and scales are uint8; see `workers.models.quantised.mxfp4`.
 
 Source: `dequantize` of mlx, `SwitchLinear` of mlx-lm. `_affine_dequantize_tensor` of transformers'
 integrations/metal_quantization.py has the layouts of 2, 4 and 8 bits.
@@ -11,30 +12,41 @@ integrations/metal_quantization.py has the layouts of 2, 4 and 8 bits.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from kernels.group_formats import GROUP_INPUTS
 from workers.common.quantised.scheme import Scheme
 from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import ModelError
 from workers.models.quantised.matrix import IntegerRows, QuantisedMatrix, integer_format
+from workers.models.quantised.mxfp4 import Mxfp4Matrix
 from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales, unpack_columns
 
-_ALL_EXPERTS, _EXPERT = ".switch_mlp.", ".experts.{}."
+# gpt_oss has the second name.
+_ALL_EXPERTS, _EXPERT = re.compile(r"\.(switch_mlp|experts)\.(?=[a-z])"), ".experts.{}."
 _MAX_EXPERTS = 4096
 # The most matrices of experts in a model. The description of one takes 1 KB. Kimi K2 has 69,120 of them.
 _MAX_MATRICES = 1 << 18
-# Convolutions are [C, K, 1] instead of [C, 1, K]; and norms multiply by their weights, not by 1 + weight.
-_WITH_CONVOLUTIONS = frozenset(
-    {"lfm2", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-)
+# Convolutions are [C, K, 1] instead of [C, 1, K]. Norms of some multiply by their weights, not by 1 + weight.
+_WITH_OTHER_NORMS = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+_WITH_CONVOLUTIONS = _WITH_OTHER_NORMS | {
+    "lfm2", "lfm2_moe", "mamba", "falcon_mamba", "mamba2", "jamba", "granitemoehybrid", "nemotron_h",
+}  # fmt: skip
 _CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
+# Other names of projections.
+_NAMES = {
+    "lfm2_moe": {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."},
+    "nemotron_h": {".fc1.": ".up_proj.", ".fc2.": ".down_proj."},
+}
 _NORMS = tuple(
     f"{name}.weight"
     for name in (".input_layernorm", ".post_attention_layernorm", "model.norm", ".q_norm", ".k_norm")
 )
-_HAS_PLAIN_NORMS = "lfm2"
+# Words of 4-bit floats.
+_WORDS_OF_GROUP = GROUP_INPUTS // 8
 # Subtracted from 8-bit values by products, which multiply signed ones.
 _MIDDLE = 128
 
@@ -73,7 +85,7 @@ class MlxMatrix(QuantisedMatrix):
 
 def check_experts(entries: Mapping[str, TensorEntry]) -> None:
     """Raises ModelError for so many experts that the descriptions of their matrices would fill memory."""
-    weights = [entry for name, entry in entries.items() if _ALL_EXPERTS in name and entry.dtype == "U32"]
+    weights = [entry for name, entry in entries.items() if _ALL_EXPERTS.search(name) and entry.dtype == "U32"]
     count = sum(entry.shape[0] for entry in weights if entry.shape)
     if count > _MAX_MATRICES:
         says = f"there are {count} matrices of experts, and at most {_MAX_MATRICES} are read"
@@ -85,10 +97,10 @@ def split_experts(tensors: Tensors) -> Iterator[Tensors]:
 
     Raises ModelError unless all tensors have the same number of experts.
     """
-    if _ALL_EXPERTS not in tensors.module:
+    first = tensors.entries.get("weight")
+    if _ALL_EXPERTS.search(tensors.module) is None or first is None or first.dtype != "U32":
         yield tensors
         return
-    first = tensors.need("weight", ("U32",))
     count = first.shape[0] if first.shape else 0
     for entry in tensors.entries.values():
         if entry.shape[:1] != (count,) or not 0 < count <= _MAX_EXPERTS:
@@ -96,7 +108,20 @@ def split_experts(tensors: Tensors) -> Iterator[Tensors]:
             raise ModelError(f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, {says}")
     for expert in range(count):
         own = {part: entry.element(expert) for part, entry in tensors.entries.items()}
-        yield Tensors(tensors.module.replace(_ALL_EXPERTS, _EXPERT.format(expert)), own)
+        yield Tensors(_ALL_EXPERTS.sub(_EXPERT.format(expert), tensors.module), own)
+
+
+def mlx_floats(tensors: Tensors, _: Scheme) -> Mxfp4Matrix:
+    """A matrix in MXFP4. Raises ModelError."""
+    words = tensors.need_matrix("weight", ("U32",))
+    outputs, count = words.shape
+    groups, rest = divmod(count, _WORDS_OF_GROUP)
+    if rest:
+        says = f"has rows of {count} words, which are no groups of {GROUP_INPUTS} inputs"
+        raise ModelError(f"{words.file}: tensor {words.name} {says}")
+    scales = tensors.need("scales", ("U8",), (outputs, groups))
+    shape = (outputs, groups, GROUP_INPUTS // 2)
+    return Mxfp4Matrix(words.name, dataclasses.replace(words, dtype="U8", shape=shape), scales)
 
 
 class _LessOne(StoredTensor):
@@ -125,17 +150,19 @@ def mlx_to_library_layout(tensors: Mapping[str, StoredTensor], model_type: objec
 
     Other model types with a changed convolution are refused by its shape.
 
-    Source: `sanitize` of mlx_lm/models/lfm2.py, qwen3_next.py and qwen3_5.py.
+    Source: `sanitize` of the files of these types in mlx_lm/models.
     """
     found = dict(tensors)
     if model_type not in _WITH_CONVOLUTIONS:
         return found
-    for name, entry in tensors.items():
+    for before, after in _NAMES.get(str(model_type), {}).items():
+        found = {name.replace(before, after): entry for name, entry in found.items()}
+    for name, entry in (*found.items(),):
         if not isinstance(entry, TensorEntry) or entry.dtype not in DTYPES:
             continue
         if name.endswith(_CONVOLUTIONS) and entry.shape[2:] == (1,):
             outputs, width, _ = entry.shape
             found[name] = dataclasses.replace(entry, shape=(outputs, 1, width))
-        elif name.endswith(_NORMS) and len(entry.shape) == 1 and model_type != _HAS_PLAIN_NORMS:
+        elif name.endswith(_NORMS) and len(entry.shape) == 1 and model_type in _WITH_OTHER_NORMS:
             found[name] = _LessOne(entry)
     return found
