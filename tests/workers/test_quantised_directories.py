@@ -294,6 +294,7 @@ OF_LIBRARY = (
     "float8 with one scale",
     "nf4",
     "mlx",
+    "mlx of floats",
 )
 
 

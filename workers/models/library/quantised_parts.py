@@ -32,7 +32,12 @@ from workers.models.parts import Part
 from workers.models.shard import Slice
 
 _WEIGHT, _STACKED = ".weight", (".gate_up_proj", ".down_proj")
-_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+# The second three: of MiniMax M2, whose checkpoints also have another name of the module.
+_PROJECTIONS = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
+}  # fmt: skip
+_RENAMED = (".block_sparse_moe.", ".mlp.")
 # Activations by the class of the library's module.
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLUActivation": "silu",
@@ -133,8 +138,10 @@ class QuantisedParts:
     def _put_experts(self, module: Any) -> None:
         found: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
         for name in self._forms:
-            if (match := _OF_EXPERT.fullmatch(name)) is not None:
-                found[match[1]][int(match[2]), match[3]] = name
+            match = _OF_EXPERT.fullmatch(name)
+            if match is not None and match[3] in _PROJECTIONS:
+                place = match[1] if _part(module, match[1]) else match[1].replace(*_RENAMED)
+                found[place][int(match[2]), _PROJECTIONS[match[3]]] = name
         for place, names in found.items():
             replaced = _part(module, place + _WEIGHT)
             activation = _ACTIVATIONS.get(type(getattr(replaced, "act_fn", None)).__name__)
