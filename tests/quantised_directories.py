@@ -392,7 +392,7 @@ def _with_experts_together(tensors: Tensors) -> Tensors:
     return found | {name: torch.stack([*dict(sorted(own.items())).values()]) for name, own in experts.items()}
 
 
-def mlx_of_floats(directory: Path) -> Tensors:
+def mlx_of_floats(directory: Path, *, left: Iterable[str] = ()) -> Tensors:
     """As mlx-lm writes MXFP4."""
 
     def write(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -403,8 +403,10 @@ def mlx_of_floats(directory: Path) -> Tensors:
         return {"weight": words, "scales": exponents}, meant.view_as(weight)
 
     config = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
-    meant, settings = rewrite(directory, config, write), directory / "config.json"
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    meant = rewrite(directory, config, write, left=left)
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"quantization": config}))
+    save_file(_with_experts_together(load_file(file)), file, {"format": "mlx"})
     return meant
 
 

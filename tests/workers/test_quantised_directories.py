@@ -625,6 +625,45 @@ def test_what_mlx_has_in_another_form_is_that_of_the_original(name: str, tmp_pat
         torch.testing.assert_close(read, values, rtol=0, atol=2.0**-23)  # of the sum with 1
 
 
+@pytest.mark.parametrize("how", [make.mlx, make.mlx_of_floats])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
+def test_keys_and_values_of_latents_are_apart_in_mlx(name: str, how: Any, tmp_path: Path) -> None:
+    model_type, settings = settings_of(name)
+    settings |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 96, "moe_intermediate_size": 64}
+    source = make_family_model(tmp_path / "source", model_type, settings | {"q_lora_rank": 64})
+    directory = make.in_one_file(source, tmp_path / "model")
+    file = directory / "model.safetensors"
+    heads, keys, values = settings["num_attention_heads"], "embed_q", "unembed_out"
+    plain = load_file(file)
+    merged = [tensor for tensor in plain if ".kv_b_proj." in tensor]
+    for tensor in merged:
+        of_heads = plain.pop(tensor).view(heads, 32 + 96, 64)
+        plain[tensor.replace("kv_b_proj", keys)] = of_heads[:, :32].mT.flatten(0, 1).contiguous()
+        plain[tensor.replace("kv_b_proj", values)] = of_heads[:, 32:].flatten(0, 1).contiguous()
+    save_file(plain, file)
+    meant = how(directory, left=["mlp.gate"])
+    tensors = {
+        tensor: each.view(heads, -1, each.shape[1])
+        if f".{keys}." in tensor or f".{values}." in tensor
+        else each
+        for tensor, each in load_file(file).items()
+    }
+    save_file(tensors, file)
+    load_decoder(directory)
+    found = source_of(directory).tensors()
+    assert len(merged) == settings["num_hidden_layers"]
+    for tensor in merged:
+        read = torch.cat([part for _, part in found[tensor].parts() if isinstance(part, torch.Tensor)])
+        of_keys, of_values = (
+            (whole := meant[tensor.replace("kv_b_proj", part)]).view(heads, -1, whole.shape[1])
+            for part in (keys, values)
+        )
+        assert torch.equal(read, torch.cat([of_keys.mT, of_values], dim=1).flatten(0, 1))
+    make.change(directory, merged[0].replace("kv_b_proj.weight", f"{keys}.scales"), lambda one: one[:-1])
+    with pytest.raises(ModelError, match=rf"{keys}\.scales has shape .* not of 1 to 4096 matrices"):
+        load_decoder(directory)
+
+
 def test_models_of_2024_are_read(tmp_path: Path) -> None:
     """Their status is another, and AutoFP8 wrote one scale for keys and values."""
     made(tmp_path, "float8 with a scale for a matrix")

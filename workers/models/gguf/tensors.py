@@ -17,9 +17,9 @@ from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_p
 from workers.models.errors import ModelError
 from workers.models.files import FileVersion
 from workers.models.gguf.activation_numbers import activation_numbers
-from workers.models.gguf.latent_parts import with_merged_latents
 from workers.models.gguf.library_names import LIBRARY_FAMILIES, MORE_NAMES
 from workers.models.gguf.names import names_of
+from workers.models.latent_parts import with_merged_latents
 from workers.models.recurrent_settings import Mamba2Config, RecurrentConfig
 from workers.models.registry import family_of
 

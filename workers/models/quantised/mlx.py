@@ -12,22 +12,27 @@ integrations/metal_quantization.py has the layouts of 2, 4 and 8 bits.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from kernels.group_formats import GROUP_INPUTS
-from workers.common.quantised.scheme import Scheme
+from kernels.dequantise import dequantised
+from kernels.gguf_blocks import parts_of
+from kernels.group_formats import FORMATS, GROUP_INPUTS
+from workers.common.quantised.scheme import Layout, Scheme
 from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import ModelError
+from workers.models.latent_parts import PARTS_OF_LATENTS, with_merged_latents
+from workers.models.parts import Part
 from workers.models.quantised.matrix import IntegerRows, QuantisedMatrix, integer_format
 from workers.models.quantised.mxfp4 import Mxfp4Matrix
 from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales, unpack_columns
 
 # gpt_oss has the second name.
 _ALL_EXPERTS, _EXPERT = re.compile(r"\.(switch_mlp|experts)\.(?=[a-z])"), ".experts.{}."
-_MAX_EXPERTS = 4096
+_MAX_ELEMENTS = 4096
 # The most matrices of experts in a model. The description of one takes 1 KB. Kimi K2 has 69,120 of them.
 _MAX_MATRICES = 1 << 18
 # Convolutions are [C, K, 1] instead of [C, 1, K]. Norms of some multiply by their weights, not by 1 + weight.
@@ -36,6 +41,8 @@ _WITH_CONVOLUTIONS = _WITH_OTHER_NORMS | {
     "lfm2", "lfm2_moe", "mamba", "falcon_mamba", "mamba2", "jamba", "granitemoehybrid", "nemotron_h",
 }  # fmt: skip
 _CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
+# The parts of `kv_b_proj`, each [H, O, I]; see `workers.models.latent_parts`.
+_LATENTS = (".embed_q", ".unembed_out")
 # Other names of projections.
 _NAMES = {
     "lfm2_moe": {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."},
@@ -101,17 +108,64 @@ def split_experts(tensors: Tensors) -> Iterator[Tensors]:
     if _ALL_EXPERTS.search(tensors.module) is None or first is None or first.dtype != "U32":
         yield tensors
         return
-    count = first.shape[0] if first.shape else 0
-    for entry in tensors.entries.values():
-        if entry.shape[:1] != (count,) or not 0 < count <= _MAX_EXPERTS:
-            says = f"which is not of 1 to {_MAX_EXPERTS} experts as {first.name}"
-            raise ModelError(f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, {says}")
-    for expert in range(count):
-        own = {part: entry.element(expert) for part, entry in tensors.entries.items()}
+    for expert, own in enumerate(_elements(tensors)):
         yield Tensors(_ALL_EXPERTS.sub(_EXPERT.format(expert), tensors.module), own)
 
 
-def mlx_floats(tensors: Tensors, _: Scheme) -> Mxfp4Matrix:
+def _elements(tensors: Tensors) -> Iterator[dict[str, TensorEntry]]:
+    """Yields the tensors of each expert or head. Raises ModelError unless all have the same number."""
+    first = tensors.need("weight", ("U32",))
+    count = first.shape[0] if first.shape else 0
+    for entry in tensors.entries.values():
+        if entry.shape[:1] != (count,) or not 0 < count <= _MAX_ELEMENTS:
+            says = f"which is not of 1 to {_MAX_ELEMENTS} matrices as {first.name}"
+            raise ModelError(f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, {says}")
+    for element in range(count):
+        yield {part: entry.element(element) for part, entry in tensors.entries.items()}
+
+
+class _MlxHeads(StoredTensor):
+    """The matrices [O, I] of all heads as one tensor [H, O, I], dequantised."""
+
+    dtype = "F32"
+
+    def __init__(self, heads: Sequence[StoredTensor], group: int) -> None:
+        """Take at least one matrix; all have the same shape. `group`: the inputs with one scale."""
+        first = heads[0]
+        self._heads, self._group = heads, group
+        self.name, self.file, self.begin = first.name, first.file, first.begin
+        self.shape = (len(heads), *first.shape)
+        self.nbytes = 4 * math.prod(self.shape)
+
+    def parts(
+        self,
+        rows: range | None = None,
+        staging: Staging | None = None,  # noqa: ARG002 - parts are new tensors
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        for head in range(len(self._heads)) if rows is None else rows:
+            values = [self._values(part) for _, part in self._heads[head].parts()]
+            yield head, torch.cat(values)[None]
+
+    def samples(self) -> Iterator[bytes]:
+        for head in self._heads:
+            yield from head.samples()
+
+    def _values(self, part: Part) -> torch.Tensor:
+        if isinstance(part, torch.Tensor):  # in the format of GGUF
+            form = FORMATS[self._heads[0].dtype]
+            return dequantised(form, parts_of(form.name, part, self.shape[2]))
+        return part.dense(self._group)
+
+
+def mlx_matrix(tensors: Tensors, scheme: Scheme) -> StoredTensor:
+    """A matrix, or those of all heads. Raises ModelError."""
+    make = MlxMatrix if scheme.layout is Layout.MLX else _mlx_floats
+    if not tensors.module.endswith(_LATENTS):
+        return make(tensors, scheme)
+    return _MlxHeads([make(Tensors(tensors.module, own), scheme) for own in _elements(tensors)], scheme.group)
+
+
+def _mlx_floats(tensors: Tensors, _: Scheme) -> Mxfp4Matrix:
     """A matrix in MXFP4. Raises ModelError."""
     words = tensors.need_matrix("weight", ("U32",))
     outputs, count = words.shape
@@ -153,6 +207,9 @@ def mlx_to_library_layout(tensors: Mapping[str, StoredTensor], model_type: objec
     Source: `sanitize` of the files of these types in mlx_lm/models.
     """
     found = dict(tensors)
+    for own, part in zip(_LATENTS, PARTS_OF_LATENTS, strict=True):
+        found = {name.replace(f"{own}.weight", f".{part}.weight"): entry for name, entry in found.items()}
+    found = with_merged_latents(found)
     if model_type not in _WITH_CONVOLUTIONS:
         return found
     for before, after in _NAMES.get(str(model_type), {}).items():

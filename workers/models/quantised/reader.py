@@ -12,7 +12,7 @@ from workers.models.quantised.bitsandbytes import bitsandbytes_tensors
 from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
-from workers.models.quantised.mlx import MlxMatrix, check_experts, mlx_floats, split_experts
+from workers.models.quantised.mlx import check_experts, mlx_matrix, split_experts
 from workers.models.quantised.mxfp4 import mxfp4_tensors
 from workers.models.quantised.tensors import FLOAT8, Tensors
 
@@ -22,8 +22,8 @@ _READERS: Mapping[Layout, Callable[[Tensors, Scheme], StoredTensor]] = {
     Layout.PACKED: CompressedMatrix,
     Layout.BYTES: CompressedMatrix,
     Layout.FLOAT8: Float8Matrix,
-    Layout.MLX: MlxMatrix,
-    Layout.MLX_FLOATS: mlx_floats,
+    Layout.MLX: mlx_matrix,
+    Layout.MLX_FLOATS: mlx_matrix,
 }
 # Names that only quantised matrices have.
 _MARKS = ("qweight", "weight_packed")
