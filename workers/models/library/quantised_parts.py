@@ -26,7 +26,7 @@ from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat, new_weight, unrounded
 from workers.huge_pages import Pieces
 from workers.models.checkpoint import StoredTensor, check_finite
-from workers.models.library.packed_linear import PackedEmbedding, PackedLinear, hold
+from workers.models.library.packed_linear import PackedEmbedding, PackedLinear, hold, values_are_there
 from workers.models.linear import LoadTarget
 from workers.models.parts import Part
 from workers.models.shard import Slice
@@ -108,6 +108,7 @@ class QuantisedParts:
     def pack(self, module: nn.Module) -> None:
         """Pack filled experts for kernels. Mutates the model. `targets` must not be used afterwards."""
         self.targets = {}
+        values_are_there(module)
         for part in module.modules():
             if isinstance(part, QuantisedExperts):
                 part.gate_up, part.down = pack_experts(part.gate_up), pack_experts(part.down)
@@ -127,6 +128,7 @@ class QuantisedParts:
             if all(_holds(part, self._shapes[name]) for part in parts):
                 hold(parts, self._matrix([name]))
                 for part in parts:
+                    part.awaits_values = True
                     # Otherwise the library draws weights for it. One that scales rows needs its own buffers.
                     part._is_hf_initialized = type(part) in (PackedLinear, PackedEmbedding)  # noqa: SLF001
                 # Tied modules share the weight already, and have no parameters.
