@@ -30,8 +30,9 @@ from workers.models.quantised.matrix import IntegerRows, QuantisedMatrix, intege
 from workers.models.quantised.mxfp4 import Mxfp4Matrix
 from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales, unpack_columns
 
-# gpt_oss has the second name.
-_ALL_EXPERTS, _EXPERT = re.compile(r"\.(switch_mlp|experts)\.(?=[a-z])"), ".experts.{}."
+# The second name is that of gemma4, the last that of gpt_oss, dots1 and afmoe.
+_ALL_EXPERTS = re.compile(r"\.(switch_mlp|experts\.switch_glu|experts)\.(?=[a-z])")
+_EXPERT = ".experts.{}."
 _MAX_ELEMENTS = 4096
 # The most matrices of experts in a model. The description of one takes 1 KB. Kimi K2 has 69,120 of them.
 _MAX_MATRICES = 1 << 18
