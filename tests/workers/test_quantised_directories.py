@@ -664,6 +664,17 @@ def test_keys_and_values_of_latents_are_apart_in_mlx(name: str, how: Any, tmp_pa
         load_decoder(directory)
 
 
+def test_a_router_that_stays_in_float32_must_not_be_quantised(tmp_path: Path) -> None:
+    model_type, settings = settings_of("deepseek_v3")
+    source = make_family_model(tmp_path / "source", model_type, settings | {"moe_intermediate_size": 64})
+    directory = make.in_one_file(source, tmp_path / "model")
+    make.mlx(directory)
+    with pytest.raises(
+        UnsupportedError, match=r"mlp\.gate\.weight is quantised, and native code needs it as it was"
+    ):
+        load_decoder(directory)
+
+
 def test_models_of_2024_are_read(tmp_path: Path) -> None:
     """Their status is another, and AutoFP8 wrote one scale for keys and values."""
     made(tmp_path, "float8 with a scale for a matrix")

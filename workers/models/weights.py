@@ -206,6 +206,10 @@ def plan_load(
         # float32 only makes activations larger, and bfloat16 would lose more than 8-bit weights do.
         chosen = torch.float32
     own = build_decoder(config, chosen, "meta", group, formats).targets()
+    for name in forms.keys() & own.keys():
+        if own[name].is_plain:  # such as a router in float32
+            where = f"{entries[name].file}: tensor {entries[name].name}"
+            raise UnsupportedError(f"{where} is quantised, and native code needs it as it was")
     weight_bytes = sum(target.nbytes for target in own.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, and some may have allocated their part before another checks.
