@@ -48,6 +48,7 @@ QUANTISED = {
     "tq1_0": Type.TQ1_0,
 }  # fmt: skip
 DENSE = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16}
+_XIELU = ".act_fn."
 _NUMBERED = re.compile(r"(\.experts|\.altup(?:_unembed)?_projections)\.\d+\.")
 TypeOf = Callable[[str], str]
 """The type of a matrix, by its name in a checkpoint."""
@@ -91,6 +92,8 @@ def write_gguf(
             _add(writer, key, value)
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
+    for key, numbers in _xielu(model, config).items():
+        writer.add_array(f"xielu.{key}", numbers)
     for tensor_name, (values, kind) in made_tensors(name, config, model, type_of).items():
         _add_tensor(writer, tensor_name, values, kind)
     writer.write_header_to_file()
@@ -189,6 +192,8 @@ def made_tensors(
     found: dict[str, tuple[np.ndarray[Any, Any], str]] = {}
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for tensor_name, entry in _entries(model, config).items():
+        if _XIELU in tensor_name:
+            continue
         parts = [part.clone() for _, part in entry.parts() if isinstance(part, torch.Tensor)]
         kind_of_all = type_of if isinstance(type_of, str) else type_of(tensor_name)
         for changed_name, values in _changed(name, config, tensor_name, torch.cat(parts).float().numpy()):
@@ -242,6 +247,7 @@ def _changed(
         layer = tensor.split(".")[2]
         return [(f"blk.{layer}.ffn_gate_shexp.weight", gate), (f"blk.{layer}.ffn_up_shexp.weight", up)]
     known = tensor.replace("e_score_correction_bias", "e_score_correction.bias")
+    known = known.replace("mlp.expert_bias", "mlp.expert_bias.bias")
     if name == "ernie4_5-moe" and known != tensor:
         values = values.reshape(-1)
     if name == "granitemoe":
@@ -257,6 +263,17 @@ def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor
     if experts is None or experts.stacked is None or not count:
         return entries
     return separated(entries, experts, count, config.hidden_size)
+
+
+def _xielu(model: Path, config: PreTrainedConfig) -> dict[str, list[float]]:
+    """The numbers of an activation, of each layer, by their names in a checkpoint."""
+    found: dict[str, list[float]] = {}
+    for name, entry in _entries(model, config).items():
+        if _XIELU in name:
+            found.setdefault(name.rpartition(".")[2], []).extend(
+                float(part) for _, part in entry.parts() if isinstance(part, torch.Tensor)
+            )
+    return found
 
 
 def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:

@@ -1,7 +1,7 @@
 """Tiny models that only the transformers library runs, and what the converters of llama.cpp make of them.
 
-Sources: conversion/base.py, bailing.py, command_r.py, dots1.py, ernie.py, exaone.py, glm.py, hunyuan.py,
-mistral3.py, nemotron.py, olmo.py and phi.py there.
+Sources: conversion/afmoe.py, apertus.py, base.py, bailing.py, command_r.py, dots1.py, ernie.py, exaone.py,
+glm.py, hunyuan.py, minimax.py, mistral3.py, nemotron.py, olmo.py and phi.py there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from tests.families import SIZES
 
 NAMES = {
+    "afmoe": "afmoe", "apertus": "apertus", "minimax_m2": "minimax-m2",
     "cohere": "command-r", "cohere2": "cohere2", "dots1": "dots1", "ernie4_5_moe": "ernie4_5-moe",
     "exaone4": "exaone4", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "glm": "chatglm",
     "glm4": "glm4", "glm4_moe": "glm4moe",
@@ -43,6 +44,14 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.25,
 }
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 20_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 _GEMMA4 = {
     "sliding_window": 7,
     "head_dim": 16,
@@ -58,6 +67,21 @@ _GEMMA4 = {
 }
 # By a name: the type and settings, so that every part counts.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": (
+        "afmoe",
+        {
+            "sliding_window": 7,
+            "head_dim": 16,
+            "mup_enabled": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 48,
+            "num_dense_layers": 1,
+            "route_scale": 1.7,
+        },
+    ),
+    "apertus": ("apertus", {"rope_parameters": _LLAMA3}),
     "cohere": ("cohere", {"logit_scale": 0.5}),
     "cohere with norms of heads": ("cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": ("cohere2", {"logit_scale": 0.5, "sliding_window": 7, "head_dim": 16}),
@@ -112,6 +136,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "head_dim": 16}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
     "ministral3": ("ministral3", {"head_dim": 32, "rope_parameters": _YARN}),
     "nemotron": ("nemotron", {"attention_bias": False}),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
@@ -176,6 +204,20 @@ _DEEPSEEK = {
     "leading_dense_block_count": "first_k_dense_replace",
 }
 _KEYS: dict[str, dict[str, str]] = {
+    "afmoe": {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_shared_count": "num_shared_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_weights_scale": "route_scale",
+        "leading_dense_block_count": "num_dense_layers",
+        "attention.sliding_window": "sliding_window",
+    },
+    "minimax-m2": {
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "intermediate_size",
+    },
     "command-r": {"logit_scale": "logit_scale"},
     "cohere2": {"logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
     "dots1": _DEEPSEEK,
@@ -199,6 +241,8 @@ _KEYS: dict[str, dict[str, str]] = {
     "stablelm": {"use_parallel_residual": "use_parallel_residual"},
 }
 _FIXED: dict[str, dict[str, Any]] = {
+    "afmoe": {"expert_gating_func": 2, "expert_weights_norm": True},
+    "minimax-m2": {"expert_gating_func": 2},
     "command-r": {"rope.scaling.type": "none"},
     "cohere2": {"rope.scaling.type": "none"},
     "dots1": {"expert_gating_func": 2},

@@ -339,6 +339,7 @@ def mlx(
     others: Mapping[str, int] = MappingProxyType({}),
     dtype: torch.dtype = torch.bfloat16,
     also: Iterable[str] = ("model.embed_tokens", "lm_head"),
+    left: Iterable[str] = (),
 ) -> Tensors:
     """As mlx-lm writes it, experts of layers together. `others`: bits of modules that have others."""
 
@@ -359,8 +360,13 @@ def mlx(
 
     config: dict[str, Any] = {"group_size": group, "bits": bits, "mode": "affine"}
     config |= {module: {"group_size": group, "bits": own} for module, own in others.items()}
-    meant = rewrite(directory, config, write, also)
     file, settings = directory / "model.safetensors", directory / "config.json"
+    whole = [
+        name.removesuffix(".weight")
+        for name, tensor in load_file(file).items()
+        if not name.endswith(".weight") or tensor.shape[-1] % group
+    ]
+    meant = rewrite(directory, config, write, also, [*left, *whole])
     said = json.loads(settings.read_text()) | {"quantization": config, "quantization_config": config}
     settings.write_text(json.dumps(said))
     save_file(_with_experts_together(load_file(file)), file, {"format": "mlx"})
@@ -386,9 +392,59 @@ def _with_experts_together(tensors: Tensors) -> Tensors:
     return found | {name: torch.stack([*dict(sorted(own.items())).values()]) for name, own in experts.items()}
 
 
+def mlx_of_floats(directory: Path, *, left: Iterable[str] = ()) -> Tensors:
+    """As mlx-lm writes MXFP4."""
+
+    def write(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        bits, exponents = floats4(weight)
+        words = (bits[..., ::2] | bits[..., 1::2] << 4).flatten(1).view(torch.uint32)
+        values = torch.where(bits >= 8, -1, 1) * _FLOATS4[bits.long() & 7]
+        meant = values * torch.exp2(exponents.float() - 127)[..., None]
+        return {"weight": words, "scales": exponents}, meant.view_as(weight)
+
+    config = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    meant = rewrite(directory, config, write, left=left)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"quantization": config}))
+    save_file(_with_experts_together(load_file(file)), file, {"format": "mlx"})
+    return meant
+
+
+def mlx_of_gpt_oss(directory: Path) -> None:
+    """A directory in `mxfp4` as mlx-lm converts it: gate and up apart, and other matrices as they were."""
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    made: Tensors = {}
+    for name, tensor in load_file(file).items():
+        layer, is_of_experts, part = name.partition(".experts.")
+        projection, _, kind = part.replace("_bias", ".bias").replace("_proj_", "_proj.").partition(".")
+        kind = {"blocks": "weight"}.get(kind, kind)
+        values = tensor.flatten(2).view(torch.uint32) if kind == "weight" else tensor
+        turns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        if not is_of_experts:
+            made[name] = tensor
+        elif projection == "gate_up_proj":
+            for own, rows in turns.items():
+                made[f"{layer}.experts.{own}.{kind}"] = values[:, rows].contiguous()
+        else:
+            made[f"{layer}.experts.{projection}.{kind}"] = values
+    save_file(made, file, {"format": "mlx"})
+    config = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    said = json.loads(settings.read_text()) | {"quantization": config, "quantization_config": config}
+    settings.write_text(json.dumps(said))
+
+
 # Positive 4-bit floats (e2m1), by their bits.
 _FLOATS4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _STACKS = ("gate_up_proj", "down_proj")
+
+
+def floats4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of 4-bit floats [..., G, 32], and the exponents [..., G] of groups plus 127."""
+    groups = weight.float().reshape(*weight.shape[:-1], -1, 32)
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil().clamp(min=-127)
+    scaled = groups / torch.exp2(exponents)[..., None]
+    bits = (scaled.abs()[..., None] - _FLOATS4).abs().argmin(-1) + (scaled < 0) * 8
+    return bits.to(torch.uint8), (exponents + 127).to(torch.uint8)
 
 
 def mxfp4(directory: Path) -> None:
@@ -397,13 +453,9 @@ def mxfp4(directory: Path) -> None:
     made: Tensors = {}
     for name, tensor in load_file(file).items():
         if name.endswith(_STACKS):
-            stack = tensor.float().transpose(1, 2)  # [E, outputs, inputs]
-            groups = stack.reshape(*stack.shape[:2], -1, 32)
-            exponents = (groups.abs().amax(3) / 6).log2().ceil().clamp(min=-127)
-            scaled = groups / torch.exp2(exponents)[..., None]
-            bits = (scaled.abs()[..., None] - _FLOATS4).abs().argmin(-1) + (scaled < 0) * 8
-            made[f"{name}_blocks"] = (bits[..., ::2] | bits[..., 1::2] << 4).to(torch.uint8)
-            made[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+            bits, exponents = floats4(tensor.transpose(1, 2))  # [E, outputs, inputs]
+            made[f"{name}_blocks"] = bits[..., ::2] | bits[..., 1::2] << 4
+            made[f"{name}_scales"] = exponents
         else:
             made[name] = tensor
     save_file(made, file, {"format": "pt"})

@@ -31,18 +31,14 @@ from service.model_check import quantised
 from service.model_names import other_format
 from service.outbound import is_this_machine, proxy_of
 from service.printable import escaped
+from workers.common.model_files import OTHER_TOKENIZERS, SETTINGS
 from workers.common.protocol import EXIT_CONFIG
 
 _CONFIG = "config.json"
-_SMALL = (
-    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "model.safetensors.index.json", "quantize_config.json", "quant_config.json",
-    # Files of sentence-transformers: how hidden states become an embedding.
-    "modules.json", "[0-9]_*/config.json",
-)  # fmt: skip
-# Weights in one or many files; not in directories, nor in another layout (`consolidated.safetensors`).
+_SMALL = (*SETTINGS, "model.safetensors.index.json")
 _WEIGHTS = "model*.safetensors"
+# Files that are no model in this layout.
+_NO_WEIGHTS = ("consolidated", "adapter_model")
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$", re.ASCII)
 _GGUF = ".gguf"
 _GGUF_SHARD = re.compile(r"-\d+-of-(\d+)\.gguf$", re.ASCII | re.IGNORECASE)
@@ -157,9 +153,17 @@ def _count_of(name: str) -> int:
 
 def _is_whole(directory: Path) -> bool:
     """Whether a snapshot has all files. The library checks this only for its own downloads."""
-    weights = [path.name for path in directory.glob(_WEIGHTS) if path.is_file()]
+    weights = _weights(path.name for path in directory.glob("*.safetensors") if path.is_file())
     counts = [int(found[1]) for name in weights if (found := _SHARD.search(name)) is not None]
     return (directory / _CONFIG).is_file() and len(weights) >= max(counts, default=1)
+
+
+def _weights(names: Iterable[str]) -> list[str]:
+    """The weights in one or many files, not in directories; or else in the only file of another name."""
+    files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    usual = [name for name in files if fnmatchcase(name, _WEIGHTS)]
+    others = [name for name in files if not name.startswith(_NO_WEIGHTS)]
+    return usual or (others if len(others) == 1 else [])
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
@@ -167,13 +171,14 @@ def _download(hub_id: str, revision: str | None) -> Path:
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     _check_can_be_served(hub_id, sizes)
-    small, hidden = [*_SMALL], _progress(lambda _: None)
+    small = [*_SMALL, *(() if "tokenizer.json" in sizes else OTHER_TOKENIZERS)]
+    hidden, weights = _progress(lambda _: None), _weights(sizes)
     # Named by the revision, so that the cache records that name. The weights are of the same commit.
     directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=small, tqdm_class=hidden))
     if problem := quantised(directory):
         raise HubError(f"{hub_id} cannot be served: {problem}", EXIT_CONFIG)
-    total_bytes = sum(size for name, size in sizes.items() if fnmatchcase(name, _WEIGHTS))
-    _fetch(hub_id, revision, directory.name, [_WEIGHTS], total_bytes)
+    total_bytes = sum(map(sizes.__getitem__, weights))
+    _fetch(hub_id, revision, directory.name, [*map(glob.escape, weights)], total_bytes)
     return directory
 
 
@@ -220,24 +225,17 @@ def _fetch(
 
 def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
     """Raises HubError, before any download, if the files are not a model that can be served."""
-    if (found := _gguf_names(sizes)) and not any(fnmatchcase(name, _WEIGHTS) for name in sizes):
+    weights = _weights(sizes)
+    if (found := _gguf_names(sizes)) and not weights:
         raise HubError(f"{hub_id} has GGUF files: name one of them, such as {hub_id}:Q4_K_M; {found}")
-    if _CONFIG not in sizes:
-        problem = other_format(sizes) or f"it has no {_CONFIG}"
-        raise HubError(f"{hub_id} cannot be served: {problem}")
-    if any(fnmatchcase(name, _WEIGHTS) for name in sizes):
+    if weights and _CONFIG in sizes:
         return
-    if any(name.endswith(".safetensors") for name in sizes) and not other_format(sizes):
-        raise HubError(
-            f"{hub_id} cannot be served by its name: no file is {_WEIGHTS}; if another one has its weights,"
-            f" `hf download {hub_id}`, and name the directory that it prints"
+    problem = other_format(sizes) or f"it has no {_WEIGHTS if _CONFIG in sizes else _CONFIG}"
+    if not weights and any(name.endswith(_PICKLES) for name in sizes):
+        problem = (
+            "its weights are pickles only, which run code when they are loaded; look for a --model-revision"
+            " with safetensors, such as refs/pr/N, or `hf download` it and convert it as docs/models.md says"
         )
-    if any(name.endswith(_PICKLES) for name in sizes):
-        raise HubError(
-            f"{hub_id} cannot be served: its weights are pickles only, which run code when they are loaded;"
-            " look for a --model-revision with safetensors, such as refs/pr/N, or for another model"
-        )
-    problem = other_format(sizes) or "it has no weights in safetensors"
     raise HubError(f"{hub_id} cannot be served: {problem}")
 
 

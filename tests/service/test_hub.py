@@ -40,6 +40,11 @@ SHARDS = {
     "model-00001-of-00002.safetensors": b"1" * 1000,
     "model-00002-of-00002.safetensors": b"2" * 1000,
 }
+# As AutoGPTQ wrote it.
+OF_GPTQ = {
+    "gptq_model-4bit-128g.safetensors": b"4" * 1000,
+    "quantize_config.json": b'{"bits": 4, "group_size": 128}',
+}
 # What lies beside a model on the hub, and is not fetched.
 OTHERS = {
     "docs/README.md": b"#",
@@ -210,7 +215,7 @@ def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
     assert find(model=f"{MODEL}:Q8_0", HF_ENDPOINT=NOBODY) == (found, "")
 
 
-@pytest.mark.parametrize("weights", [pytest.param(WEIGHTS, marks=pytest.mark.thorough), SHARDS])
+@pytest.mark.parametrize("weights", [pytest.param(WEIGHTS, marks=pytest.mark.thorough), SHARDS, OF_GPTQ])
 def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, bytes]) -> None:
     site = Hub(MODEL, SMALL | weights | OTHERS)
     with serving(site) as endpoint:
@@ -223,6 +228,16 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
     # It is in the cache now, under the names by which it was asked for.
     assert find() == (found, "")
     assert find(revision=COMMIT, HF_HUB_OFFLINE="1") == (found, "")
+
+
+@pytest.mark.parametrize("missing", ["", "tokenizer.json"])
+def test_what_a_tokenizer_json_is_made_from_is_fetched_if_there_is_none(find: Find, missing: str) -> None:
+    others = {"tokenizer.model": b"pieces", "tekken.json": b"ranks"}
+    small = {name: content for name, content in SMALL.items() if name != missing}
+    site = Hub(MODEL, small | WEIGHTS | others)
+    with serving(site) as endpoint:
+        find(HF_ENDPOINT=endpoint)
+    assert sorted(site.fetched) == sorted(small | WEIGHTS | (others if missing else {}))
 
 
 @pytest.mark.parametrize(
@@ -248,8 +263,10 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
     [
         (SMALL | {"pytorch_model.bin": b"p"}, "its weights are pickles only, which run code"),
         (SMALL | {"consolidated.00.pth": b"p"}, "its weights are pickles only, which run code"),
-        (SMALL, "it has no weights in safetensors"),
-        (SMALL | {"gptq_model-4bit-128g.safetensors": b"g"}, "no file is model*.safetensors; if another one"),
+        (SMALL | {"pytorch_model.bin": b"p"}, "`hf download` it and convert it as docs/models.md says"),
+        (SMALL, "it has no model*.safetensors"),
+        (SMALL | {"a.safetensors": b"a", "b.safetensors": b"b"}, "it has no model*.safetensors"),
+        (SMALL | {"consolidated.safetensors": b"c"}, "it has no model*.safetensors"),
         (SMALL | {"model.gguf": b"g"}, "has GGUF files: name one of them, such as org/model:Q4_K_M"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}, "it is a LoRA adapter (PEFT)"),
         (WEIGHTS, "it has no config.json"),

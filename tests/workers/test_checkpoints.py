@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.in_process import LlmExecutor
 from tests.bad_directories import setting
@@ -22,9 +23,12 @@ from tests.model_factory import (
     make_family_model,
     rewrite,
 )
+from tests.quantised_directories import in_one_file
 from tests.workers.packing import random_texts, rows_of_text
+from tests.workers.test_quantised_directories import matrices
 from workers.executors.loading import choose_backend
 from workers.models.errors import ModelError
+from workers.models.source import source_of
 from workers.models.weights import load_planned, plan_load
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -158,3 +162,22 @@ def test_the_text_part_of_a_model_that_sees_may_lack_a_prefix(tmp_path: Path) ->
         },
     )
     assert choose_backend(tmp_path, "auto").backend == "native"
+
+
+def test_pickles_are_converted_as_the_manual_says(tmp_path: Path) -> None:
+    """In two files, with a head that is the embedding."""
+    source = make_family_model(tmp_path / "source", *settings_of("llama3"))
+    expected = matrices(load_decoder(source))
+    directory = in_one_file(source, tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    first = dict.fromkeys((EMBEDDING, HEAD), tensors.pop(EMBEDDING))
+    torch.save(first, directory / "pytorch_model-00001-of-00002.bin")
+    torch.save(tensors, directory / "pytorch_model-00002-of-00002.bin")
+    with pytest.raises(ModelError, match=r"pickles only .* convert it as docs/models\.md says"):
+        source_of(directory).check()
+    manual = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    code = manual.partition("### Pickles")[2].partition("```python")[2].partition("```")[0]
+    exec(code.replace("DIRECTORY", str(directory)))
+    found = matrices(load_decoder(directory))
+    assert all(torch.equal(found[name], values) for name, values in expected.items())

@@ -92,7 +92,7 @@ def test_projections_that_are_one_matrix_in_the_file(kind: str, tmp_path: Path) 
     assert torch.equal(one.plain_logits(tokens), three.plain_logits(tokens))
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "cohere2", "gemma4 with experts"])
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2", "cohere2", "gemma4 with experts"])
 def test_what_is_quantised_stays_so(name: str, tmp_path: Path) -> None:
     """It takes the memory of the file, and computes with the values of the file; it passes the self-check."""
     need_compiled()

@@ -88,6 +88,15 @@ def test_weights_are_those_that_the_library_reads(of_makers: Path, dequantised: 
     assert_logits_are(decoder, expected, tolerance(torch.bfloat16))
 
 
+def test_weights_of_mlx_are_the_same(of_makers: Path, tmp_path: Path) -> None:
+    directory = make.in_one_file(of_makers, tmp_path / "mlx")
+    make.mlx_of_gpt_oss(directory)
+    loaded, expected = (matrices(load_decoder(each, "float32")) for each in (directory, of_makers))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], values) for name, values in expected.items())
+    assert choose_backend(directory, AUTO).backend == NATIVE
+
+
 def test_bits_depend_on_nothing_else_in_the_batch(of_makers: Path) -> None:
     need_compiled()
     decoder = load_decoder(of_makers, torch.bfloat16, pack=True)

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from service.cli.hub import _SMALL
 from tests.service.text.kinds import kind
 from workers.models.chat_template import read_chat_template
-from workers.models.files import _MODULES, _SETTINGS
 from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import TokenizerFile, read_tokenizer
 
@@ -264,8 +262,3 @@ def test_a_directory_without_a_tokenizer_json_says_so(
     assert record.getMessage().endswith(
         f"save_pretrained(directory) of transformers 4 makes it from {other}"
     ) is bool(other)
-
-
-def test_the_hub_is_asked_for_every_file_that_a_load_reads() -> None:
-    index = "model.safetensors.index.json"  # Read with the weights.
-    assert {*_SETTINGS, _MODULES, index} == {name.partition("/")[0] for name in _SMALL}

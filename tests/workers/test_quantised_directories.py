@@ -27,7 +27,9 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.library.library_model import LibraryModel
 from workers.models.native_parity_check import check_native
+from workers.models.registry import FAMILIES
 from workers.models.source import source_of
+from workers.models.stacked_experts import separated_values
 from workers.models.weights import plan_load
 
 torch.set_num_threads(1)
@@ -117,6 +119,7 @@ DIRECTORIES: dict[str, Make] = {
     "mlx of 3 and 6 bits": lambda directory: make.mlx(
         directory, bits=3, others={f"model.layers.{layer}.self_attn.v_proj": 6 for layer in range(4)}
     ),
+    "mlx of floats": make.mlx_of_floats,
     "auto-round": lambda directory: said_as(make.gptq(directory), directory, _AUTO_ROUND | _AS_GPTQ),
     "auto-round as awq": lambda directory: said_as(make.awq(directory), directory, _AUTO_ROUND | _AS_AWQ),
     "float8 of modelopt": lambda directory: said_as(
@@ -291,6 +294,7 @@ OF_LIBRARY = (
     "float8 with one scale",
     "nf4",
     "mlx",
+    "mlx of floats",
 )
 
 
@@ -513,7 +517,8 @@ def test_hostile_tensors_are_refused_by_name(
         ("float8 in blocks", {"weight_block_size": [32, 48]}, "has shape|scales must be of multiples of 32"),
         ("float8 in blocks", {"fmt": "e5m2"}, "fmt: must be e4m3 or float8_e4m3fn, got 'e5m2'"),
         ("mlx", {"bits": 7}, r"quantization \(mlx\): bits: must be 2 or 3 or 4 or 5 or 6 or 8, got 7"),
-        ("mlx", {"mode": "mxfp4"}, "mode: must be affine, got 'mxfp4'"),
+        ("mlx", {"mode": "nvfp4"}, "mode: must be affine or mxfp4, got 'nvfp4'"),
+        ("mlx of floats", {"group_size": 64}, "group_size: must be 32, got 64"),
         ("mlx", {"group_size": 16}, "group_size: must be 32 or 64 or 128, got 16"),
         ("mlx", {UP: False}, "is quantised, and the config says that .*up_proj is not"),
         ("mlx", {UP: {"bits": 4}}, "'.*up_proj': group_size: must be 32 or 64 or 128, got None"),
@@ -531,7 +536,7 @@ def test_what_is_not_understood_in_a_config_is_refused_by_name(
     made(tmp_path, name)
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text())
-    settings["quantization" if name == "mlx" else "quantization_config"] |= said
+    settings["quantization" if "mlx" in name else "quantization_config"] |= said
     file.write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=says):
         load_decoder(tmp_path)
@@ -569,32 +574,105 @@ def test_an_embedding_that_mlx_has_quantised_is_the_head_too(tmp_path: Path) -> 
     assert torch.equal(matrices(decoder)[name], meant[name])
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+# What mlx-lm names otherwise.
+OTHER_NAMES = {
+    "lfm2_moe": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+    "nemotron_h with experts": (
+        (".switch_mlp.up_proj.", ".switch_mlp.fc1."),
+        (".switch_mlp.down_proj.", ".switch_mlp.fc2."),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_5", "lfm2", "lfm2_moe", "mamba", "mamba2", "jamba"),
+        *("granite hybrid with experts", "nemotron_h with experts"),
+    ],
+)
 def test_what_mlx_has_in_another_form_is_that_of_the_original(name: str, tmp_path: Path) -> None:
-    """Convolutions, and norms that multiply by 1 more in the library."""
+    """Convolutions, names, and norms that multiply by 1 more in the library."""
     model_type, settings = settings_of(name)
-    settings |= {"block_auto_adjust_ff_dim": False, "linear_value_head_dim": 16}
+    settings |= {"block_auto_adjust_ff_dim": False, "linear_value_head_dim": 16, "moe_intermediate_size": 64}
+    settings |= {"intermediate_size": 64} | ({"moe_latent_size": 32} if "moe_latent_size" in settings else {})
     source = make_family_model(tmp_path / "source", model_type, settings)
     directory = make.in_one_file(source, tmp_path / "model")
     file = directory / "model.safetensors"
+    names = FAMILIES[model_type].experts
     plain = load_file(file)
-    make.mlx(directory)
+    if names is not None and names.stacked is not None:
+        plain = {tensor: values.contiguous() for tensor, values in separated_values(plain, names).items()}
+        save_file(plain, file)
+    make.mlx(directory, left=["mixer.gate"])
     tensors = load_file(file)
     for tensor, values in plain.items():
-        if values.dim() == 3:
+        if "conv" in tensor and values.dim() == 3:
             tensors[tensor] = values.movedim(2, 1).contiguous()
         elif name == "qwen3_5" and values.dim() == 1 and "norm" in tensor and "linear_attn" not in tensor:
             tensors[tensor] = values + 1
+    for before, after in OTHER_NAMES.get(name, ()):
+        tensors = {tensor.replace(before, after): values for tensor, values in tensors.items()}
     save_file(tensors, file)
     load_decoder(directory)
     found = source_of(directory).tensors()
     others = {tensor: values for tensor, values in plain.items() if values.dim() != 2}
-    assert sum(not torch.equal(values, tensors[tensor]) for tensor, values in others.items()) > 2
+    assert any(not torch.equal(values, tensors[tensor]) for tensor, values in others.items())
     for tensor, values in others.items():
         read = torch.cat(
             [part.clone() for _, part in found[tensor].parts() if isinstance(part, torch.Tensor)]
         )
         torch.testing.assert_close(read, values, rtol=0, atol=2.0**-23)  # of the sum with 1
+
+
+@pytest.mark.parametrize("how", [make.mlx, make.mlx_of_floats])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
+def test_keys_and_values_of_latents_are_apart_in_mlx(name: str, how: Any, tmp_path: Path) -> None:
+    model_type, settings = settings_of(name)
+    settings |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 96, "moe_intermediate_size": 64}
+    source = make_family_model(tmp_path / "source", model_type, settings | {"q_lora_rank": 64})
+    directory = make.in_one_file(source, tmp_path / "model")
+    file = directory / "model.safetensors"
+    heads, keys, values = settings["num_attention_heads"], "embed_q", "unembed_out"
+    plain = load_file(file)
+    merged = [tensor for tensor in plain if ".kv_b_proj." in tensor]
+    for tensor in merged:
+        of_heads = plain.pop(tensor).view(heads, 32 + 96, 64)
+        plain[tensor.replace("kv_b_proj", keys)] = of_heads[:, :32].mT.flatten(0, 1).contiguous()
+        plain[tensor.replace("kv_b_proj", values)] = of_heads[:, 32:].flatten(0, 1).contiguous()
+    save_file(plain, file)
+    meant = how(directory, left=["mlp.gate"])
+    tensors = {
+        tensor: each.view(heads, -1, each.shape[1])
+        if f".{keys}." in tensor or f".{values}." in tensor
+        else each
+        for tensor, each in load_file(file).items()
+    }
+    save_file(tensors, file)
+    load_decoder(directory)
+    found = source_of(directory).tensors()
+    assert len(merged) == settings["num_hidden_layers"]
+    for tensor in merged:
+        read = torch.cat([part for _, part in found[tensor].parts() if isinstance(part, torch.Tensor)])
+        of_keys, of_values = (
+            (whole := meant[tensor.replace("kv_b_proj", part)]).view(heads, -1, whole.shape[1])
+            for part in (keys, values)
+        )
+        assert torch.equal(read, torch.cat([of_keys.mT, of_values], dim=1).flatten(0, 1))
+    make.change(directory, merged[0].replace("kv_b_proj.weight", f"{keys}.scales"), lambda one: one[:-1])
+    with pytest.raises(ModelError, match=rf"{keys}\.scales has shape .* not of 1 to 4096 matrices"):
+        load_decoder(directory)
+
+
+def test_a_router_that_stays_in_float32_must_not_be_quantised(tmp_path: Path) -> None:
+    model_type, settings = settings_of("deepseek_v3")
+    source = make_family_model(tmp_path / "source", model_type, settings | {"moe_intermediate_size": 64})
+    directory = make.in_one_file(source, tmp_path / "model")
+    make.mlx(directory)
+    with pytest.raises(
+        UnsupportedError, match=r"mlp\.gate\.weight is quantised, and native code needs it as it was"
+    ):
+        load_decoder(directory)
 
 
 def test_models_of_2024_are_read(tmp_path: Path) -> None:

@@ -101,6 +101,26 @@ TYPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Names, tuple[str, Fu
         (),
         None,
     ),
+    "qwen": (
+        "qwen2",
+        {"num_key_value_heads": 4, "rope_theta": 1e6},
+        _PLAIN
+        | {"intermediate_size": 192, "kv_channels": 16, "layer_norm_epsilon": 1e-5, "rotary_emb_base": 1e6}
+        | {"seq_length": 128, "no_bias": True, "use_logn_attn": True, "tie_word_embeddings": False},
+        (
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.norm", "transformer.ln_f"),
+            ("self_attn.o_proj", "attn.c_proj"),
+            ("self_attn", "attn"),
+            ("input_layernorm", "ln_1"),
+            ("post_attention_layernorm", "ln_2"),
+            ("gate_proj", "w2"),
+            ("up_proj", "w1"),
+            ("mlp.down_proj", "mlp.c_proj"),
+        ),
+        ("attn.c_attn", one_after_the_other),
+    ),
     "chatglm": (
         "glm",
         {

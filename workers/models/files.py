@@ -16,6 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from workers.common import trusted
+from workers.common.model_files import OTHER_TOKENIZERS, SETTINGS
 from workers.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -25,16 +26,9 @@ MAX_SETTINGS_BYTES = 1 << 20
 # Ten times the values in a header of 100,000 tensors.
 MAX_JSON_VALUES = 1_000_000
 
-# The files that a load reads besides the weights. `checkpoint` compares the versions of weight files itself.
-_SETTINGS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
-    "modules.json", "quantize_config.json", "quant_config.json",
-)  # fmt: skip
-
 _ITSELF, _GGUF = "", "*.gguf"
-# The directories that modules.json names.
-_MODULES = "[0-9]_*"
+# `checkpoint` compares the versions of weight files itself.
+_SETTINGS = {name.partition("/")[0] for name in (*SETTINGS, *OTHER_TOKENIZERS, _GGUF)}
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAFETENSORS = "*.safetensors*"  # weights, or their index
@@ -128,7 +122,7 @@ def _settings_names(directory: Path) -> tuple[str, ...]:
         names = os.listdir(directory)  # noqa: PTH208 - only the names are needed
     except OSError:
         names = []
-    return (*_SETTINGS, *fnmatch.filter(names, _GGUF), *fnmatch.filter(names, _MODULES))
+    return tuple(name for pattern in _SETTINGS for name in fnmatch.filter(names, pattern))
 
 
 def read_file(file: Path, max_bytes: int) -> bytes:
@@ -215,6 +209,5 @@ def check_not_pickled(directory: Path) -> None:
     if pickles and not fnmatch.filter(names, _SAFETENSORS):
         raise ModelError(
             f"{directory}: has its weights as pickles only ({pickles[0]}), which run code when they are"
-            " loaded: take a revision of the model with safetensors, or, if you trust it, load it with"
-            " transformers and save it with save_pretrained"
+            " loaded: take a revision of the model with safetensors, or convert it as docs/models.md says"
         )

@@ -65,6 +65,26 @@ def _minicpm(settings: Mapping[str, object]) -> dict[str, object]:
     }
 
 
+def _qwen(settings: Mapping[str, object]) -> dict[str, object]:
+    for name, only in _ONLY_QWEN.items():
+        if settings.get(name, only) != only:
+            raise UnsupportedError(f"{name}: must be {only}, got {settings[name]!r}")
+    heads, length = integer(settings, "num_attention_heads"), integer(settings, "max_position_embeddings")
+    return {
+        "model_type": "qwen2",
+        "intermediate_size": integer(settings, "intermediate_size") // 2,
+        "num_key_value_heads": heads,
+        "head_dim": integer(settings, "kv_channels"),
+        # Longer texts are scaled by their length.
+        "max_position_embeddings": integer(settings, "seq_length", length),
+        "rms_norm_eps": number(settings, "layer_norm_epsilon"),
+        "rope_theta": number(settings, "rotary_emb_base", 10_000.0),
+        "hidden_act": "silu",
+    }
+
+
+# Settings of the first Qwen for which only one value is supported.
+_ONLY_QWEN = {"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True}
 # Settings of ChatGLM for which only one value is supported.
 _ONLY_GLM = {
     "add_bias_linear": False,
@@ -130,6 +150,21 @@ _TYPES: Mapping[str, _Type] = {
         by_groups=True,
     ),
     "minicpm": _Type(_minicpm),
+    "qwen": _Type(
+        _qwen,
+        (
+            ("transformer.h.", "model.layers."),
+            ("transformer.wte.", "model.embed_tokens."),
+            ("transformer.ln_f.", "model.norm."),
+            (".attn.c_proj.", ".self_attn.o_proj."),
+            (".attn.c_attn.", FUSED),
+            (".ln_1.", ".input_layernorm."),
+            (".ln_2.", ".post_attention_layernorm."),
+            (".mlp.w1.", ".mlp.up_proj."),
+            (".mlp.w2.", ".mlp.gate_proj."),
+            (".mlp.c_proj.", ".mlp.down_proj."),
+        ),
+    ),
     "chatglm": _Type(
         _chatglm,
         (

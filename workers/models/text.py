@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from workers.models.chat_template import ChatTemplate, read_chat_template
@@ -49,5 +49,6 @@ def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
     sampling_defaults = read_sampling_defaults(directory)
     template = read_chat_template(directory, max_bytes)
     tokenizer = read_tokenizer(directory, vocab_size, max_bytes - template.nbytes)
+    template = replace(template, special_tokens={**tokenizer.named, **template.special_tokens})
     pooling = read_pooling(directory)
     return ModelText(tokenizer.content, template, sampling_defaults, tokenizer.end_id, pooling)

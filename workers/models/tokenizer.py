@@ -11,19 +11,20 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workers.models.errors import ModelError
 from workers.models.files import exists, open_regular, parse_object, read_file, warn_too_large
+from workers.models.other_tokenizers import MadeTokenizer, make_tokenizer
 from workers.models.token_settings import AddedToken, TokenSettings, added_token, read_token_settings
 
 _log = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 # Files from which classes of transformers make a tokenizer.json.
-_OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+_OTHER_FILES = ("*.model", "vocab.*", "tekken.json", "*.tiktoken")
 
 # The largest known tokenizers have 33 MB, and 1.9 million values.
 MAX_BYTES = 64 << 20
@@ -39,10 +40,12 @@ class TokenizerFile:
     Attributes:
         content: The JSON. Empty: there is none.
         end_id: The token that ends a text, according to the tokenizer; None: it names none.
+        named: Texts of special tokens that no file of settings has, by the names that templates use.
     """
 
     content: bytes = b""
     end_id: int | None = None
+    named: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> TokenizerFile:
@@ -55,21 +58,25 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
     point to any file of this machine, and the content is sent to clients.
     """
     file = directory / TOKENIZER_FILE
-    if not exists(file):
-        _warn_without(directory)
-        return TokenizerFile()
     max_bytes = min(max_bytes, MAX_BYTES)
-    with open_regular(file) as opened:
-        size_bytes = os.fstat(opened.fileno()).st_size
-    if size_bytes > max_bytes:
-        warn_too_large(file, size_bytes, max_bytes)
-        return TokenizerFile()
-    content = read_file(file, max_bytes)
-    parsed = parse_object(content, file, max_values=_MAX_VALUES)
-    vocabulary = _Vocabulary(parsed, file)
     settings = read_token_settings(directory)
+    content, named = b"", dict[str, str]()
+    if exists(file):
+        with open_regular(file) as opened:
+            size_bytes = os.fstat(opened.fileno()).st_size
+        if size_bytes > max_bytes:
+            warn_too_large(file, size_bytes, max_bytes)
+            return TokenizerFile()
+        content = read_file(file, max_bytes)
+        parsed = parse_object(content, file, max_values=_MAX_VALUES)
+    else:
+        made = _made(directory, settings)
+        if made is None:
+            return TokenizerFile()
+        file, parsed, named = made.file, made.content, dict(made.named)
+    vocabulary = _Vocabulary(parsed, file)
     has_more = vocabulary.add_those_of(settings, parsed)
-    if _reset(parsed) or has_more:
+    if _reset(parsed) or has_more or not content:
         # Lone surrogates are kept: the library refuses the file as it would the original one.
         text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
         content = text.encode(errors="surrogatepass")
@@ -84,17 +91,29 @@ def read_tokenizer(directory: Path, vocab_size: int, max_bytes: int) -> Tokenize
             beyond,
             vocab_size,
         )
-    end_id = vocabulary.id_of(settings.texts.get("eos_token", ""))
-    return TokenizerFile(content, end_id if end_id is not None and end_id < vocab_size else None)
+    end_id = vocabulary.id_of((named | settings.texts).get("eos_token", ""))
+    return TokenizerFile(content, end_id if end_id is not None and end_id < vocab_size else None, named)
 
 
-def _warn_without(directory: Path) -> None:
+def _made(directory: Path, settings: TokenSettings) -> MadeTokenizer | None:
+    """A tokenizer made from other files. None, after a warning in the log: clients get none."""
+    try:
+        made, why = make_tokenizer(directory, settings), ""
+    except ModelError as error:
+        made, why = None, f" ({error})"
+    if made is None:
+        _warn_without(directory, why)
+    return made
+
+
+def _warn_without(directory: Path, why: str) -> None:
     """Log that clients get no tokenizer, and how to make one from the existing files."""
     others = [file.name for pattern in _OTHER_FILES for file in directory.glob(pattern)]
     made_by = "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
     # Version 5 makes other tokens for spaces from SentencePiece files.
     how = f"; {made_by} of transformers 4 makes it from {others[0]}" if others else ""
-    _log.warning("there is no %s, so texts are refused and only tokens served%s", TOKENIZER_FILE, how)
+    what = f"{TOKENIZER_FILE}{why}"
+    _log.warning("there is no %s, so texts are refused and only tokens served%s", what, how)
 
 
 def _reset(tokenizer: dict[str, Any]) -> bool:

@@ -186,6 +186,10 @@ def plan_load(
         # float32 only makes activations larger, and bfloat16 would lose more than 8-bit weights do.
         chosen = torch.float32
     own = build_decoder(config, chosen, "meta", group, formats).targets()
+    for name in forms.keys() & own.keys():
+        if own[name].is_plain:  # such as a router in float32
+            where = f"{entries[name].file}: tensor {entries[name].name}"
+            raise UnsupportedError(f"{where} is quantised, and native code needs it as it was")
     weight_bytes = sum(target.nbytes for target in own.values())
     if in_memory:
         _check_memory(directory, weight_bytes, device, group)

@@ -332,6 +332,21 @@ ARCHITECTURES = {
     "qwen3vl": Architecture("qwen3", _IMAGES),
     "qwen3vlmoe": Architecture("qwen3_moe", _IMAGES, settings=_QWEN_EXPERTS, defaults=_QWEN_DEFAULTS),
     # Architectures that the transformers library runs.
+    "afmoe": Architecture(
+        "afmoe",
+        _WINDOW,
+        settings={
+            **_QWEN_EXPERTS,
+            "expert_shared_count": "num_shared_experts",
+            "expert_weights_scale": "route_scale",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        # As llama.cpp, whose files do not say it.
+        defaults={"mup_enabled": True, "num_shared_experts": 0},
+        only={"expert_gating_func": SIGMOID, "expert_weights_norm": True},
+        rotates_parts=False,
+    ),
+    "apertus": Architecture("apertus", present=_ATTENTION_BIAS),
     "chatglm": Architecture("glm", defaults={"pad_token_id": None}),
     "command-r": Architecture(
         "cohere",
@@ -427,6 +442,9 @@ ARCHITECTURES = {
         present=_ATTENTION_BIAS,
         only={"expert_gating_func": SOFTMAX, "expert_shared_count": 1},
         rotates_parts=False,
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2", frozenset({WIDTH_OF_EXPERTS}), settings=_LOCAL_EXPERTS, only=_ONLY_SIGMOID
     ),
     "mistral3": Architecture(
         "ministral3",

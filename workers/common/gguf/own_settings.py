@@ -165,7 +165,7 @@ def _olmo(file: FileSettings) -> dict[str, object]:
 
 
 def _windows(file: FileSettings) -> dict[str, object]:
-    """The windows of EXAONE 4 and Command R7B: every fourth layer has none."""
+    """The windows of AFMoE, EXAONE 4 and Command R7B: every fourth layer has none."""
     if file.window is None:
         layers = file.settings["num_hidden_layers"]
         return {"sliding_window": None, "layer_types": [FULL] * layers if isinstance(layers, int) else None}
@@ -279,6 +279,6 @@ _READERS: Mapping[str, Callable[[FileSettings], dict[str, object]]] = {
     "mamba": mamba,
     "mamba2": plain_mamba2,
     "granitehybrid": mamba2,
-    **dict.fromkeys(("cohere2", "exaone4"), _windows),
+    **dict.fromkeys(("afmoe", "cohere2", "exaone4"), _windows),
     "mistral3": _mistral3,
 }

@@ -1,4 +1,8 @@
-"""How texts are split before BPE over bytes, by the names of pre-tokenizers in GGUF files."""
+"""How texts are split before BPE over bytes, by the names of pre-tokenizers in GGUF files.
+
+The expressions are those in the tokenizer.json of the models that a name stands for; see `llama-vocab.cpp` of
+llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +86,14 @@ _KIMI2 = Split(
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_CASED}+{_SMALL}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _REST
 )
 
+# Digits are in groups of three from the last one, and some scripts of Asia are apart.
+_OF_ASIA = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+    "\u0e00-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff"
+    "\uac00-\ud7af\u1100-\u11ff]+"
+)
+_AFMOE = Split(_DEEPSEEK3.pattern, before=(r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _OF_ASIA))
+
 SPLITS = {
     "default": _GPT2, "gpt-2": _GPT2, "olmo": _GPT2, "granite-docling": _GPT2, "phi-2": _GPT2,
     "exaone4": _GPT2, "mpt": _GPT2,
@@ -93,7 +105,8 @@ SPLITS = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2,
     "qwen35": _QWEN35, "stablelm2": _STABLELM2, "hunyuan": _STABLELM2,
     "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
+    "gpt-4o": _GPT4O, "minimax-m2": _GPT4O,
+    "afmoe": _AFMOE,
     "smollm": _DIGITS, "refact": _DIGITS, "exaone": _DIGITS, "starcoder": _DIGITS,
     "codeshell": _DIGITS, "command-r": _COMMAND_R,
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """MLX, as mlx-lm and mlx-vlm write it: integers with a scale and a minimum for each group of inputs.
 
 The config names the bits and the group of all modules, and those of modules that differ. The tensors say
-which modules are quantised.
+which modules are quantised. Or 4-bit floats with powers of two as scales, MXFP4.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def read(settings: Mapping[str, object]) -> Quantisation:
 
 def _scheme(settings: Mapping[str, object]) -> Scheme:
     """Raises NotUnderstood."""
-    one_of(settings, "mode", "affine", default="affine")
+    if one_of(settings, "mode", "affine", "mxfp4", default="affine") == "mxfp4":
+        one_of(settings, "bits", 4, default=4)
+        one_of(settings, "group_size", 32, default=32)
+        return Scheme(Layout.MLX_FLOATS, 4, 32)
     for name, values in _VALUES.items():
         one_of(settings, name, *values)
     return Scheme(Layout.MLX, integer(settings, "bits"), integer(settings, "group_size"), has_minima=True)

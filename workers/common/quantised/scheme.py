@@ -34,6 +34,7 @@ class Layout(Enum):
     TABLE = "bitsandbytes of 4 bits"
     ROWS_OF_BYTES = "bitsandbytes of 8 bits"
     MLX = "mlx"
+    MLX_FLOATS = "mlx of 4-bit floats"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ QWEN_EXPERTS_READS = names(
     "num_experts num_local_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step"
     " norm_topk_prob mlp_only_layers"
 )
-_MIXTRAL_EXPERTS = ExpertNames(
+MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.gate",
     "block_sparse_moe.experts.{}.w1",
     "block_sparse_moe.experts.{}.w3",
@@ -80,7 +80,7 @@ MIXTURES: dict[str, Family] = {
         reads=WINDOW | {"num_experts_per_tok", "num_local_experts"},
         qkv_bias=False,
         output_bias=False,
-        experts=_MIXTRAL_EXPERTS,
+        experts=MIXTRAL_EXPERTS,
         wide_routing=True,
         renamed=((".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3.")),  # MLX's names
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from workers.models.families.latent import DEEPSEEK_EXPERTS
-from workers.models.families.mixtures import QWEN_EXPERTS
+from workers.models.families.mixtures import MIXTRAL_EXPERTS, QWEN_EXPERTS
 from workers.models.family import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, Family, NormNames
 from workers.models.gguf.names import Names
 from workers.models.remote_code import FUSED
@@ -18,6 +18,20 @@ _BEFORE_BOTH = NormNames(before_attention="input_layernorm")
 _HUNYUAN = Family(qk_norm_names=("query_layernorm", "key_layernorm"))
 
 LIBRARY_FAMILIES: dict[str, Family] = {
+    "afmoe": Family(
+        norms=NormNames(
+            before_attention="input_layernorm",
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_mlp_layernorm",
+            after_mlp="post_mlp_layernorm",
+        ),
+        experts=replace(DEEPSEEK_EXPERTS, router="mlp.router.gate", correction="mlp.expert_bias"),
+        sigmoid_routing=True,
+    ),
+    "apertus": Family(
+        norms=NormNames(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+        mlp_names=("up_proj",),
+    ),
     "cohere": Family(norms=_BEFORE_BOTH),
     "cohere2": Family(norms=_BEFORE_BOTH),
     "dots1": Family(experts=DEEPSEEK_EXPERTS, sigmoid_routing=True),
@@ -42,6 +56,10 @@ LIBRARY_FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": replace(
         _HUNYUAN, experts=replace(QWEN_EXPERTS, router="mlp.gate.wg", shared="mlp.shared_mlp")
+    ),
+    "minimax_m2": Family(
+        experts=replace(MIXTRAL_EXPERTS, correction="block_sparse_moe.e_score_correction_bias"),
+        sigmoid_routing=True,
     ),
     "ministral3": Family(),
     "nemotron": Family(mlp_names=("up_proj",)),
@@ -76,6 +94,7 @@ _PER_LAYER = Names(
 )
 # Further names. {} stands for the number of a part.
 MORE_NAMES: dict[str, Names] = {
+    "afmoe": Names(outside={}, modules={"attn_gate": "self_attn.gate_proj"}, whole={}),
     "glm": Names(outside={}, modules={"attn_qkv": FUSED.strip(".")}, whole={}),
     "gemma3n_text": _PER_LAYER
     | Names(

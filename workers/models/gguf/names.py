@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from workers.common.gguf.settings import EMBEDDING, HEAD
 from workers.models.family import ExpertNames, Family
+from workers.models.latent_parts import PARTS_OF_LATENTS
 
-# The parts of `kv_b_proj` in newer files; see `workers.models.gguf.latent_parts`.
-PARTS_OF_LATENTS = ("k_b", "v_b")
 _DELTA_RULE = {
     "attn_qkv": "in_proj_qkv",
     "attn_gate": "in_proj_z",

@@ -16,9 +16,10 @@ from workers.common.gguf.settings import FACTORS
 from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_parts
 from workers.models.errors import ModelError
 from workers.models.files import FileVersion
-from workers.models.gguf.latent_parts import with_merged_latents
+from workers.models.gguf.activation_numbers import activation_numbers
 from workers.models.gguf.library_names import LIBRARY_FAMILIES, MORE_NAMES
 from workers.models.gguf.names import names_of
+from workers.models.latent_parts import with_merged_latents
 from workers.models.recurrent_settings import Mamba2Config, RecurrentConfig
 from workers.models.registry import family_of
 
@@ -132,6 +133,9 @@ def stored_tensors(
                 if name in found:
                     raise ModelError(f"{header.path}: tensor {info.name} is there twice")
                 found[name] = replace(entry, **changes)
+    if architecture.model_type == "apertus":
+        first, layers = headers[0], settings["num_hidden_layers"]
+        found |= activation_numbers(first.content.metadata, first.path, layers)
     return with_merged_latents(found)
 
 

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file for a tokenizer.json: the reverse of `workers.models.gguf.tokenizer`."""
+"""The metadata of a GGUF file for a tokenizer.json: the reverse of `workers.models.gguf.tokenizer_json`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from workers.common.gguf import GgufError
 from workers.common.gguf.header import Value, shown
 from workers.common.gguf.splits import SPLITS
 from workers.models.chat_template import DEFAULT
-from workers.models.gguf.tokenizer import (
+from workers.models.gguf.tokenizer import TEMPLATE, read_text
+from workers.models.gguf.tokenizer_json import (
     BYTE,
     CONTROL,
     NORMAL,
     PREFIX,
-    TEMPLATE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    read_text,
     split_steps,
 )
 from workers.models.text import ModelText

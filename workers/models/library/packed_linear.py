@@ -30,10 +30,17 @@ class _Packed(nn.Module):
 
     _packed: Weight
     _plain_kind: type[nn.Module]
+    # The weight has no values yet.
+    awaits_values = False
 
     @property
     def weight(self) -> torch.Tensor:
-        """[O, I]. Unpacks the weight, and turns the layer into an ordinary one."""
+        """[O, I]. Unpacks the weight, and turns the layer into an ordinary one.
+
+        But while it awaits its values: the library may initialise it as a part of another module.
+        """
+        if self.awaits_values:
+            return _only_a_dtype(self)
         plain = self._packed.dense()
         if self._plain_kind is Conv1D:
             plain = plain.T.contiguous()
@@ -41,6 +48,13 @@ class _Packed(nn.Module):
         del self._packed, self._plain_kind
         self.register_parameter("weight", nn.Parameter(plain, requires_grad=False))
         return plain
+
+
+def values_are_there(module: nn.Module) -> None:
+    """Tell the layers of a model that their weights have values. Mutates them."""
+    for part in module.modules():
+        if isinstance(part, _Packed):
+            part.awaits_values = False
 
 
 class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]  # of an attribute

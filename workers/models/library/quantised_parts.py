@@ -26,13 +26,18 @@ from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat, new_weight, unrounded
 from workers.huge_pages import Pieces
 from workers.models.checkpoint import StoredTensor, check_finite
-from workers.models.library.packed_linear import PackedEmbedding, PackedLinear, hold
+from workers.models.library.packed_linear import PackedEmbedding, PackedLinear, hold, values_are_there
 from workers.models.linear import LoadTarget
 from workers.models.parts import Part
 from workers.models.shard import Slice
 
 _WEIGHT, _STACKED = ".weight", (".gate_up_proj", ".down_proj")
-_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+# The second three: of MiniMax M2, whose checkpoints also have another name of the module.
+_PROJECTIONS = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
+}  # fmt: skip
+_RENAMED = (".block_sparse_moe.", ".mlp.")
 # Activations by the class of the library's module.
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLUActivation": "silu",
@@ -103,6 +108,7 @@ class QuantisedParts:
     def pack(self, module: nn.Module) -> None:
         """Pack filled experts for kernels. Mutates the model. `targets` must not be used afterwards."""
         self.targets = {}
+        values_are_there(module)
         for part in module.modules():
             if isinstance(part, QuantisedExperts):
                 part.gate_up, part.down = pack_experts(part.gate_up), pack_experts(part.down)
@@ -122,6 +128,7 @@ class QuantisedParts:
             if all(_holds(part, self._shapes[name]) for part in parts):
                 hold(parts, self._matrix([name]))
                 for part in parts:
+                    part.awaits_values = True
                     # Otherwise the library draws weights for it. One that scales rows needs its own buffers.
                     part._is_hf_initialized = type(part) in (PackedLinear, PackedEmbedding)  # noqa: SLF001
                 # Tied modules share the weight already, and have no parameters.
@@ -133,8 +140,10 @@ class QuantisedParts:
     def _put_experts(self, module: Any) -> None:
         found: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
         for name in self._forms:
-            if (match := _OF_EXPERT.fullmatch(name)) is not None:
-                found[match[1]][int(match[2]), match[3]] = name
+            match = _OF_EXPERT.fullmatch(name)
+            if match is not None and match[3] in _PROJECTIONS:
+                place = match[1] if _part(module, match[1]) else match[1].replace(*_RENAMED)
+                found[place][int(match[2]), _PROJECTIONS[match[3]]] = name
         for place, names in found.items():
             replaced = _part(module, place + _WEIGHT)
             activation = _ACTIVATIONS.get(type(getattr(replaced, "act_fn", None)).__name__)

@@ -2,7 +2,8 @@
 
 weight uint32 [O, I * bits / 32], the first value in the lowest bits of the first word; a value of 3, 5 or 6
 bits may begin in one word and end in the next. scales and biases [O, G]. A weight is scale * value + bias.
-The matrices of all experts of a layer are one: weight [E, O, I * bits / 32], and so on.
+The matrices of all experts of a layer are one: weight [E, O, I * bits / 32], and so on. In MXFP4 there are no
+biases, and scales are uint8; see `workers.models.quantised.mxfp4`.
 
 Source: `dequantize` of mlx, `SwitchLinear` of mlx-lm. `_affine_dequantize_tensor` of transformers'
 integrations/metal_quantization.py has the layouts of 2, 4 and 8 bits.
@@ -11,30 +12,49 @@ integrations/metal_quantization.py has the layouts of 2, 4 and 8 bits.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from workers.common.quantised.scheme import Scheme
+from kernels.dequantise import dequantised
+from kernels.gguf_blocks import parts_of
+from kernels.group_formats import FORMATS, GROUP_INPUTS
+from workers.common.quantised.scheme import Layout, Scheme
 from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import ModelError
+from workers.models.latent_parts import PARTS_OF_LATENTS, with_merged_latents
+from workers.models.parts import Part
 from workers.models.quantised.matrix import IntegerRows, QuantisedMatrix, integer_format
+from workers.models.quantised.mxfp4 import Mxfp4Matrix
 from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales, unpack_columns
 
-_ALL_EXPERTS, _EXPERT = ".switch_mlp.", ".experts.{}."
-_MAX_EXPERTS = 4096
+# The second name is that of gemma4, the last that of gpt_oss, dots1 and afmoe.
+_ALL_EXPERTS = re.compile(r"\.(switch_mlp|experts\.switch_glu|experts)\.(?=[a-z])")
+_EXPERT = ".experts.{}."
+_MAX_ELEMENTS = 4096
 # The most matrices of experts in a model. The description of one takes 1 KB. Kimi K2 has 69,120 of them.
 _MAX_MATRICES = 1 << 18
-# Convolutions are [C, K, 1] instead of [C, 1, K]; and norms multiply by their weights, not by 1 + weight.
-_WITH_CONVOLUTIONS = frozenset(
-    {"lfm2", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-)
+# Convolutions are [C, K, 1] instead of [C, 1, K]. Norms of some multiply by their weights, not by 1 + weight.
+_WITH_OTHER_NORMS = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+_WITH_CONVOLUTIONS = _WITH_OTHER_NORMS | {
+    "lfm2", "lfm2_moe", "mamba", "falcon_mamba", "mamba2", "jamba", "granitemoehybrid", "nemotron_h",
+}  # fmt: skip
 _CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
+# The parts of `kv_b_proj`, each [H, O, I]; see `workers.models.latent_parts`.
+_LATENTS = (".embed_q", ".unembed_out")
+# Other names of projections.
+_NAMES = {
+    "lfm2_moe": {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."},
+    "nemotron_h": {".fc1.": ".up_proj.", ".fc2.": ".down_proj."},
+}
 _NORMS = tuple(
     f"{name}.weight"
     for name in (".input_layernorm", ".post_attention_layernorm", "model.norm", ".q_norm", ".k_norm")
 )
-_HAS_PLAIN_NORMS = "lfm2"
+# Words of 4-bit floats.
+_WORDS_OF_GROUP = GROUP_INPUTS // 8
 # Subtracted from 8-bit values by products, which multiply signed ones.
 _MIDDLE = 128
 
@@ -73,7 +93,7 @@ class MlxMatrix(QuantisedMatrix):
 
 def check_experts(entries: Mapping[str, TensorEntry]) -> None:
     """Raises ModelError for so many experts that the descriptions of their matrices would fill memory."""
-    weights = [entry for name, entry in entries.items() if _ALL_EXPERTS in name and entry.dtype == "U32"]
+    weights = [entry for name, entry in entries.items() if _ALL_EXPERTS.search(name) and entry.dtype == "U32"]
     count = sum(entry.shape[0] for entry in weights if entry.shape)
     if count > _MAX_MATRICES:
         says = f"there are {count} matrices of experts, and at most {_MAX_MATRICES} are read"
@@ -85,18 +105,78 @@ def split_experts(tensors: Tensors) -> Iterator[Tensors]:
 
     Raises ModelError unless all tensors have the same number of experts.
     """
-    if _ALL_EXPERTS not in tensors.module:
+    first = tensors.entries.get("weight")
+    if _ALL_EXPERTS.search(tensors.module) is None or first is None or first.dtype != "U32":
         yield tensors
         return
+    for expert, own in enumerate(_elements(tensors)):
+        yield Tensors(_ALL_EXPERTS.sub(_EXPERT.format(expert), tensors.module), own)
+
+
+def _elements(tensors: Tensors) -> Iterator[dict[str, TensorEntry]]:
+    """Yields the tensors of each expert or head. Raises ModelError unless all have the same number."""
     first = tensors.need("weight", ("U32",))
     count = first.shape[0] if first.shape else 0
     for entry in tensors.entries.values():
-        if entry.shape[:1] != (count,) or not 0 < count <= _MAX_EXPERTS:
-            says = f"which is not of 1 to {_MAX_EXPERTS} experts as {first.name}"
+        if entry.shape[:1] != (count,) or not 0 < count <= _MAX_ELEMENTS:
+            says = f"which is not of 1 to {_MAX_ELEMENTS} matrices as {first.name}"
             raise ModelError(f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, {says}")
-    for expert in range(count):
-        own = {part: entry.element(expert) for part, entry in tensors.entries.items()}
-        yield Tensors(tensors.module.replace(_ALL_EXPERTS, _EXPERT.format(expert)), own)
+    for element in range(count):
+        yield {part: entry.element(element) for part, entry in tensors.entries.items()}
+
+
+class _MlxHeads(StoredTensor):
+    """The matrices [O, I] of all heads as one tensor [H, O, I], dequantised."""
+
+    dtype = "F32"
+
+    def __init__(self, heads: Sequence[StoredTensor], group: int) -> None:
+        """Take at least one matrix; all have the same shape. `group`: the inputs with one scale."""
+        first = heads[0]
+        self._heads, self._group = heads, group
+        self.name, self.file, self.begin = first.name, first.file, first.begin
+        self.shape = (len(heads), *first.shape)
+        self.nbytes = 4 * math.prod(self.shape)
+
+    def parts(
+        self,
+        rows: range | None = None,
+        staging: Staging | None = None,  # noqa: ARG002 - parts are new tensors
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        for head in range(len(self._heads)) if rows is None else rows:
+            values = [self._values(part) for _, part in self._heads[head].parts()]
+            yield head, torch.cat(values)[None]
+
+    def samples(self) -> Iterator[bytes]:
+        for head in self._heads:
+            yield from head.samples()
+
+    def _values(self, part: Part) -> torch.Tensor:
+        if isinstance(part, torch.Tensor):  # in the format of GGUF
+            form = FORMATS[self._heads[0].dtype]
+            return dequantised(form, parts_of(form.name, part, self.shape[2]))
+        return part.dense(self._group)
+
+
+def mlx_matrix(tensors: Tensors, scheme: Scheme) -> StoredTensor:
+    """A matrix, or those of all heads. Raises ModelError."""
+    make = MlxMatrix if scheme.layout is Layout.MLX else _mlx_floats
+    if not tensors.module.endswith(_LATENTS):
+        return make(tensors, scheme)
+    return _MlxHeads([make(Tensors(tensors.module, own), scheme) for own in _elements(tensors)], scheme.group)
+
+
+def _mlx_floats(tensors: Tensors, _: Scheme) -> Mxfp4Matrix:
+    """A matrix in MXFP4. Raises ModelError."""
+    words = tensors.need_matrix("weight", ("U32",))
+    outputs, count = words.shape
+    groups, rest = divmod(count, _WORDS_OF_GROUP)
+    if rest:
+        says = f"has rows of {count} words, which are no groups of {GROUP_INPUTS} inputs"
+        raise ModelError(f"{words.file}: tensor {words.name} {says}")
+    scales = tensors.need("scales", ("U8",), (outputs, groups))
+    shape = (outputs, groups, GROUP_INPUTS // 2)
+    return Mxfp4Matrix(words.name, dataclasses.replace(words, dtype="U8", shape=shape), scales)
 
 
 class _LessOne(StoredTensor):
@@ -125,17 +205,22 @@ def mlx_to_library_layout(tensors: Mapping[str, StoredTensor], model_type: objec
 
     Other model types with a changed convolution are refused by its shape.
 
-    Source: `sanitize` of mlx_lm/models/lfm2.py, qwen3_next.py and qwen3_5.py.
+    Source: `sanitize` of the files of these types in mlx_lm/models.
     """
     found = dict(tensors)
+    for own, part in zip(_LATENTS, PARTS_OF_LATENTS, strict=True):
+        found = {name.replace(f"{own}.weight", f".{part}.weight"): entry for name, entry in found.items()}
+    found = with_merged_latents(found)
     if model_type not in _WITH_CONVOLUTIONS:
         return found
-    for name, entry in tensors.items():
+    for before, after in _NAMES.get(str(model_type), {}).items():
+        found = {name.replace(before, after): entry for name, entry in found.items()}
+    for name, entry in (*found.items(),):
         if not isinstance(entry, TensorEntry) or entry.dtype not in DTYPES:
             continue
         if name.endswith(_CONVOLUTIONS) and entry.shape[2:] == (1,):
             outputs, width, _ = entry.shape
             found[name] = dataclasses.replace(entry, shape=(outputs, 1, width))
-        elif name.endswith(_NORMS) and len(entry.shape) == 1 and model_type != _HAS_PLAIN_NORMS:
+        elif name.endswith(_NORMS) and len(entry.shape) == 1 and model_type in _WITH_OTHER_NORMS:
             found[name] = _LessOne(entry)
     return found

@@ -12,24 +12,24 @@ from workers.models.quantised.bitsandbytes import bitsandbytes_tensors
 from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
-from workers.models.quantised.matrix import QuantisedMatrix
-from workers.models.quantised.mlx import MlxMatrix, check_experts, split_experts
+from workers.models.quantised.mlx import check_experts, mlx_matrix, split_experts
 from workers.models.quantised.mxfp4 import mxfp4_tensors
 from workers.models.quantised.tensors import FLOAT8, Tensors
 
-_READERS: Mapping[Layout, Callable[[Tensors, Scheme], QuantisedMatrix]] = {
+_READERS: Mapping[Layout, Callable[[Tensors, Scheme], StoredTensor]] = {
     Layout.GPTQ: GptqMatrix,
     Layout.AWQ: AwqMatrix,
     Layout.PACKED: CompressedMatrix,
     Layout.BYTES: CompressedMatrix,
     Layout.FLOAT8: Float8Matrix,
-    Layout.MLX: MlxMatrix,
+    Layout.MLX: mlx_matrix,
+    Layout.MLX_FLOATS: mlx_matrix,
 }
 # Names that only quantised matrices have.
 _MARKS = ("qweight", "weight_packed")
 _QUANTISED_DTYPES = ("I8", "U32", *FLOAT8)
 _PARTS = frozenset((
-    "qweight", "qzeros", "scales", "biases", "g_idx",
+    "qweight", "qzeros", "scales", "biases", "g_idx", "bias",
     "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point",
     "weight_g_idx",
 ))  # fmt: skip
@@ -68,6 +68,8 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
             scheme = _scheme(Tensors(module, own), said)
             for each in split_experts(Tensors(module, own)):
                 found[f"{each.module}.weight"] = _READERS[scheme.layout](each, scheme)
+                if "bias" in each.entries:
+                    found[f"{each.module}.bias"] = each.entries["bias"]
         for part, entry in parts.items():
             if part not in _UNUSED and not (is_quantised and part in _PARTS):
                 found[f"{module}.{part}" if module else part] = entry

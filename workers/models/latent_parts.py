@@ -1,4 +1,4 @@
-"""`kv_b_proj`, the projection of latents to keys and values, which newer GGUF files have in two parts.
+"""`kv_b_proj`, the projection of latents to keys and values, in two parts as in newer GGUF files and MLX.
 
 Dimension letters: H heads; N the part of a key that is not rotated; V width of a value; L width of a latent.
 """
@@ -14,8 +14,9 @@ from kernels.gguf_blocks import parts_of
 from kernels.group_formats import FORMATS
 from workers.models.checkpoint import Staging, StoredTensor
 from workers.models.errors import ModelError
-from workers.models.gguf.names import PARTS_OF_LATENTS
 
+# Names of the parts, instead of `kv_b_proj`.
+PARTS_OF_LATENTS = ("k_b", "v_b")
 _DIMENSIONS = 3
 _MERGED = "kv_b_proj.weight"
 
