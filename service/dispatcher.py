@@ -19,6 +19,7 @@ import asyncio
 import functools
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,6 @@ _EXPIRED_AT_ONCE = 256
 
 SendCommands = Callable[[Sequence[Send]], None]
 Outcome = Result | QuireError
-
-
 # (index of the request among those that were started together, its outcome)
 Outcomes = Sequence[tuple[int, Outcome]]
 # Called with all outcomes of the same turn. It must not call the dispatcher.
@@ -66,7 +65,9 @@ class Dispatcher:
         send: SendCommands,
         clock_s: Callable[[], float] = time.monotonic,
         observing: Sequence[ObserveAppends] = (),
+        commits: Sequence[Callable[[float], None]] = (),
     ) -> None:
+        """`observing`: gets requests. `commits`: gets the seconds that a durable commit took."""
         # Anybody may read it. Changes go through the dispatcher.
         self.caches = caches
         self._clock_s = clock_s
@@ -74,6 +75,9 @@ class Dispatcher:
         journal.bind_ledger(caches.ledger)
         self._send = send
         self._observing = observing
+        self._observing_commits = commits
+        # Since when each unfinished commit runs, the oldest first.
+        self._committing: deque[float] = deque()
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
         self._callers = itertools.count(1)
         self._carrying_out = False
@@ -204,7 +208,7 @@ class Dispatcher:
                 self._carry_out()
             if slept_s >= _JOURNAL_INTERVAL_S:
                 slept_s = 0.0
-                if self._journal.oldest_waiting_s > _JOURNAL_STALL_S:
+                if self._committing and self._clock_s() - self._committing[0] > _JOURNAL_STALL_S:
                     self.caches.journal_stalls()
                 elif not self.caches.admission.journal_works:
                     # An empty commit checks whether the journal can be written again.
@@ -274,6 +278,7 @@ class Dispatcher:
         for ticket, its_records in writes:
             records += its_records
             tickets.append(ticket)
+        self._committing.append(self._clock_s())
         self._journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
@@ -305,10 +310,13 @@ class Dispatcher:
         if self._is_closed:
             # Their callers were told that the outcome is unknown.
             return
+        began_s, now_s = self._committing.popleft(), self._clock_s()
         if durable:
-            self.caches.committed(tickets, self._clock_s())
+            for observe in self._observing_commits:
+                observe(now_s - began_s)
+            self.caches.committed(tickets, now_s)
         else:
-            self.caches.write_failed(tickets, self._clock_s())
+            self.caches.write_failed(tickets, now_s)
         self._has_input = True
         if not self._carrying_out:
             self._carry_out()

@@ -32,14 +32,6 @@ class Journal:
     This base class stores nothing: caches survive a restart of workers, but not of the gateway.
     """
 
-    # Called after each durable commit with its duration in seconds.
-    on_latency: tuple[Callable[[float], None], ...] = ()
-
-    @property
-    def oldest_waiting_s(self) -> float:
-        """The age of the oldest unfinished commit. 0: there is none."""
-        return 0.0
-
     def bind_ledger(self, ledger: Ledger) -> None:
         """Enables compaction, for which the journal reads the state of the ledger.
 
