@@ -41,7 +41,9 @@ class Journal:
     def commit(self, _records: Sequence[Record], on_committed: OnCommitted) -> None:
         """Makes records durable, all or none, after those of earlier commits.
 
-        `on_committed` is called once, on the event loop, maybe before this returns.
+        `on_committed` is called once, on the event loop, in the order of the commits, maybe before this
+        returns. A commit without records tells when those before it have ended, and after a failure whether
+        records can be stored again.
         """
         on_committed(True)
 
@@ -56,4 +58,4 @@ class Journal:
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """Waits for a bounded time until all commits have finished. Closes the files."""
+        """Waits for a bounded time until all commits have finished, maybe without `run`. Closes the files."""
