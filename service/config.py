@@ -344,8 +344,8 @@ class Config:
         " postgresql://... is a PostgreSQL database, with peer_listen; other addresses are for extensions",
         Text(
             rules.is_journal,
-            f"must be {AUTO}, disk, disk-fsync, memory, or postgresql://USER@HOST/DATABASE without a"
-            " password, which comes from PGPASSWORD or a password file (PGPASSFILE)",
+            f"must be {AUTO}, disk, disk-fsync, memory, or an address without a password; that of"
+            " postgresql://USER@HOST/DATABASE comes from PGPASSWORD or a password file (PGPASSFILE)",
         ),
         group="state on disk",
     )

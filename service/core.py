@@ -81,9 +81,9 @@ class Core:
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, extensions, worker_port))
         observing = [one.appends for one in extensions if one.appends is not None]
-        self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
+        commits = [one.commits for one in extensions if one.commits is not None]
         send = functools.partial(wire.send, self.pool.links)
-        self.dispatcher = Dispatcher(self.caches, self.journal, send, observing=observing)
+        self.dispatcher = Dispatcher(self.caches, self.journal, send, observing=observing, commits=commits)
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes, self.values)

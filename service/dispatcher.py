@@ -19,6 +19,7 @@ import asyncio
 import functools
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,9 @@ class Dispatcher:
         send: SendCommands,
         clock_s: Callable[[], float] = time.monotonic,
         observing: Sequence[ObserveAppends] = (),
+        commits: Sequence[Callable[[float], None]] = (),
     ) -> None:
+        """`observing`: gets requests. `commits`: gets the seconds that a durable commit took."""
         # Anybody may read it. Changes go through the dispatcher.
         self.caches = caches
         self._clock_s = clock_s
@@ -72,6 +75,9 @@ class Dispatcher:
         journal.bind_ledger(caches.ledger)
         self._send = send
         self._observing = observing
+        self._observing_commits = commits
+        # Since when each unfinished commit runs, the oldest first.
+        self._committing: deque[float] = deque()
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
         # Returns a new number for a Session or a single call: the unit of fair queueing in workers.
         self.new_caller: Callable[[], int] = itertools.count(1).__next__
@@ -199,7 +205,7 @@ class Dispatcher:
                 self._carry_out()
             if slept_s >= _JOURNAL_INTERVAL_S:
                 slept_s = 0.0
-                if self._journal.oldest_waiting_s > _JOURNAL_STALL_S:
+                if self._committing and self._clock_s() - self._committing[0] > _JOURNAL_STALL_S:
                     self.caches.journal_stalls()
                 elif not self.caches.admission.journal_works:
                     # An empty commit checks whether the journal can be written again.
@@ -269,6 +275,7 @@ class Dispatcher:
         for ticket, its_records in writes:
             records += its_records
             tickets.append(ticket)
+        self._committing.append(self._clock_s())
         self._journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
@@ -300,10 +307,13 @@ class Dispatcher:
         if self._is_closed:
             # Their callers were told that the outcome is unknown.
             return
+        began_s, now_s = self._committing.popleft(), self._clock_s()
         if durable:
-            self.caches.committed(tickets, self._clock_s())
+            for observe in self._observing_commits:
+                observe(now_s - began_s)
+            self.caches.committed(tickets, now_s)
         else:
-            self.caches.write_failed(tickets, self._clock_s())
+            self.caches.write_failed(tickets, now_s)
         self._has_input = True
         if not self._carrying_out:
             self._carry_out()

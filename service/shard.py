@@ -13,12 +13,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from service.caches.admission import Limits
+from service.caches.ledger import RecordConflict
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.config import Config
 from service.data_directory import check_own_journal
-from service.journal.base import Journal
+from service.journal.base import Journal, JournalUnusable
 from service.journal.clock_settings import ClockSettings
+from service.journal.encoding import UnknownRecord
 from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply
 from service.journal.segments import Sync
@@ -30,7 +32,7 @@ _RANDOM_BYTES = 18
 _ID = re.compile(r"kv(\d{1,6})_", re.ASCII)
 
 # Opens the journal of a shard, and applies its records. Is given the settings, and the directory of the shard
-# (None: it has none). Raises JournalUnusable or ConfigError.
+# (None: it has none). Raises JournalUnusable, ConfigError, or what decoding and applying records raises.
 OpenJournal = Callable[[Config, Path | None, Apply], Awaitable[Journal]]
 
 
@@ -83,7 +85,7 @@ async def open_shard(
     shard: Shard = Shard(),
     lease: FencedLease | None = None,
 ) -> OpenShard:
-    """Opens a shard with what its journal has. Raises what `open_journal` does."""
+    """Opens a shard with what its journal has. Raises JournalUnusable or ConfigError."""
     # Limits are settings of the same names.
     limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
     caches, start_s = CacheMachine(limits, new_cache_id=shard.new_cache_id), time.monotonic()
@@ -92,7 +94,10 @@ async def open_shard(
     def apply(record: Record, wall_s: float) -> None:
         caches.recovering(record, clock.as_set_now(record, wall_s))
 
-    journal = await open_journal(config, directory, apply)
+    try:
+        journal = await open_journal(config, directory, apply)
+    except (RecordConflict, UnknownRecord) as error:
+        raise JournalUnusable(f"its records do not fit: {error}") from None
     if number := len(caches.ledger):
         took_ms = round(1e3 * (time.monotonic() - start_s))
         named = {"shard": shard.index} if shard.count > 1 else {}

@@ -32,14 +32,6 @@ class Journal:
     This base class stores nothing: caches survive a restart of workers, but not of the gateway.
     """
 
-    # Called after each durable commit with its duration in seconds.
-    on_latency: tuple[Callable[[float], None], ...] = ()
-
-    @property
-    def oldest_waiting_s(self) -> float:
-        """The age of the oldest unfinished commit. 0: there is none."""
-        return 0.0
-
     def bind_ledger(self, ledger: Ledger) -> None:
         """Enables compaction, for which the journal reads the state of the ledger.
 
@@ -49,7 +41,9 @@ class Journal:
     def commit(self, _records: Sequence[Record], on_committed: OnCommitted) -> None:
         """Makes records durable, all or none, after those of earlier commits.
 
-        `on_committed` is called once, on the event loop, maybe before this returns.
+        `on_committed` is called once, on the event loop, in the order of the commits, maybe before this
+        returns. A commit without records tells when those before it have ended, and after a failure whether
+        records can be stored again.
         """
         on_committed(True)
 
@@ -64,4 +58,4 @@ class Journal:
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """Waits for a bounded time until all commits have finished. Closes the files."""
+        """Waits for a bounded time until all commits have finished, maybe without `run`. Closes the files."""

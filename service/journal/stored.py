@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -28,19 +27,19 @@ PORTION_S: Final = 0.05
 _CALLBACK_SLICE_BYTES: Final = 1 << 12
 
 
-# An unfinished commit: (size in bytes, when it was made, its callback).
-_Pending = tuple[int, float, OnCommitted]
-
-
 class StoredJournal(Journal):
-    """Owner of the unfinished commits. A subclass stores the payloads in order."""
+    """Owner of the unfinished commits. A subclass stores the payloads in order.
+
+    It sets `_size_bytes` to what it has recovered, runs `_compact_forever` in `run`, and sets `_closed` when
+    it stores nothing more.
+    """
 
     def __init__(self, compaction_bytes: int) -> None:
         self._compaction_bytes = compaction_bytes
         self._compactor: Compactor | None = None
         self._loop: asyncio.AbstractEventLoop
-        # Commits whose callbacks have not run yet; and the results of the first of these, which are known.
-        self._waiting: collections.deque[_Pending] = collections.deque()
+        # The sizes and callbacks of commits that are not reported; and the results of the first of these.
+        self._waiting: collections.deque[tuple[int, OnCommitted]] = collections.deque()
         self._finished: collections.deque[bool] = collections.deque()
         # The size of all frames, of the ones before the mark of a pass, and of what the last pass left.
         self._size_bytes = self._obsolete_bytes = self._kept_bytes = 0
@@ -77,10 +76,6 @@ class StoredJournal(Journal):
         self._ledger = ledger
         self._compactor = Compactor(ledger, self._commit, self._begun, self._completed)
 
-    @property
-    def oldest_waiting_s(self) -> float:
-        return time.monotonic() - self._waiting[0][1] if self._waiting else 0.0
-
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         if self._compactor is not None and self._compactor.is_underway:
             self._compactor.commit(records, on_committed)
@@ -99,12 +94,12 @@ class StoredJournal(Journal):
             on_committed(False)
             return
         self._loop = asyncio.get_running_loop()
-        pending = FRAME_BYTES + len(payload), time.monotonic(), on_committed
+        size_bytes = FRAME_BYTES + len(payload)
         durable = self._store(payload, at_once=not self._waiting)
         if durable is None:
-            self._waiting.append(pending)
+            self._waiting.append((size_bytes, on_committed))
         else:
-            self._tell(pending, durable)
+            self._tell(size_bytes, on_committed, durable)
 
     def _finish(self, commits: int, durable: bool) -> None:
         """Reports the oldest `commits` unfinished commits: they are durable, or none of them is stored."""
@@ -120,17 +115,14 @@ class StoredJournal(Journal):
             if done_bytes >= _CALLBACK_SLICE_BYTES:
                 self._loop.call_soon(self._run_callbacks)
                 return
-            commit, durable = self._waiting.popleft(), self._finished.popleft()
-            done_bytes += commit[0]
-            self._tell(commit, durable)
+            (size_bytes, on_committed), durable = self._waiting.popleft(), self._finished.popleft()
+            done_bytes += size_bytes
+            self._tell(size_bytes, on_committed, durable)
 
-    def _tell(self, commit: _Pending, durable: bool) -> None:
-        size_bytes, given_at, on_committed = commit
+    def _tell(self, size_bytes: int, on_committed: OnCommitted, durable: bool) -> None:
         self._works = durable
         if durable:
             self._size_bytes += size_bytes
-            for on_latency in self.on_latency:
-                on_latency(time.monotonic() - given_at)
         try:
             on_committed(durable)
         except Exception:

@@ -1,6 +1,7 @@
 """Interface that starts and stops the processes of a worker. A launcher decides where and how they run.
 
-A worker may be a group of processes that start and stop together. One of them serves the stream. The
+A worker may be a group of processes that start and stop together. One of them, `python -m workers`, dials a
+port of the launcher (`worker_port.py`), is given its configuration there, and serves the stream. The
 supervisor watches workers, replaces them and talks to them.
 """
 
@@ -53,7 +54,7 @@ class Launcher(Protocol):
         """Adopts workers of earlier gateways. Returns at most one for each config, by worker_id.
 
         Called once, before the first `start`. A worker that has no config here, or that was started with a
-        different one, is stopped. Raises nothing.
+        different one, is stopped. Raises PoolFailed.
         """
 
     async def start(self, config: worker_pb2.WorkerConfig) -> WorkerProcesses:

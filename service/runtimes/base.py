@@ -21,7 +21,7 @@ SampleKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A validated request. The runtime validates single items: an error in one ends only that item.
+    """A request with valid item ids. The runtime checks its items (`items.py`): an error in one ends only it.
 
     `key` is unique among a tenant's executions, and stays the same when the batch is resumed after a restart.
     `keep_s`: how long the caches are kept for a client that resumes; 0: not at all. `deadline_s` is on the
@@ -44,7 +44,7 @@ class ChunkSink(Protocol):
     """Takes the chunks of a batch."""
 
     def put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:
-        """Takes chunks, those of one sample in their order. Never waits."""
+        """Takes chunks, those of one sample in their order, the last with a `finish_reason`. Never waits."""
 
     async def wait_for_room(self) -> None:
         """Waits until the sink is not full. Call it before each step or request."""

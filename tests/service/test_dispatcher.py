@@ -80,6 +80,33 @@ async def test_it_is_found_out_that_the_journal_works_again(
     keeping.cancel()
 
 
+async def test_calls_are_refused_while_a_commit_takes_long(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the journal is. Before, one of an extension had to say itself how long its commits took."""
+    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
+    monkeypatch.setattr(dispatcher_module, "_JOURNAL_INTERVAL_S", 0.0)
+    first, second = bench.create(1), bench.create(2)
+    bench.commits_s.clear()
+    bench.disk.is_slow = True
+    keeping = asyncio.create_task(bench.dispatcher.keep_time())
+    waiting = await bench.start(Renew(first))
+    for took_s, is_refused in ((4.0, False), (6.0, True)):
+        bench.now_s = took_s
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert bench.machine.admission.journal_works != is_refused
+    (refused,) = await bench.dispatcher.run([Truncate(second, 0)])
+    assert isinstance(refused, JournalUnavailable) and not waiting.done()
+    bench.disk.is_slow = False
+    bench.disk.settle()
+    (answer,) = await waiting
+    (later,) = await bench.dispatcher.run([Truncate(second, 0)])
+    assert not isinstance(answer, QuireError) and not isinstance(later, QuireError)
+    assert bench.commits_s == [6.0, 0.0]
+    keeping.cancel()
+
+
 async def test_a_call_is_refused_in_time_however_many_caches_there_are(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

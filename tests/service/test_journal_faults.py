@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased
-from service.extensions.conformance import JournalConformance, appended, created
+from service.extensions.conformance import PATIENCE_S, JournalConformance, appended, created
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Leases
@@ -62,8 +63,10 @@ class OfFrames(JournalDamage):
 
     async def test_records_that_conflict_are_refused(self, tmp_path: Path) -> None:
         async with self.gateway(tmp_path) as gateway:
-            gateway.journal.commit([appended(1, 0, 1)], lambda _: None)
-            await asyncio.sleep(0.1)
+            # Before, this waited for ever.
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(RecordConflict):
+                    await gateway.commit(appended(1, 0, 1))
         with pytest.raises(JournalUnusable, match=r"frame 1: .*conflict"):
             await self.recovered(tmp_path)
 

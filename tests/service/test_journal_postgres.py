@@ -62,7 +62,7 @@ async def test_commits_of_one_turn_are_one_row_and_told_in_order(postgres: Postg
                 [CacheReleased(number)],
                 lambda ok, number=number: told.append((number, ok)),  # type: ignore[misc]
             )
-        assert not told and owner.journal.oldest_waiting_s > 0
+        assert not told
         while len(told) < 500:
             await asyncio.sleep(0.001)
         assert told == [(number, True) for number in range(500)]
@@ -109,7 +109,7 @@ async def test_commits_wait_for_a_database_that_stands_still(
             with postgres.stopped():
                 under_way = asyncio.create_task(owner.commit(appended(1, owner.length, 7)))
                 await asyncio.sleep(0.5)
-                assert not under_way.done() and owner.journal.oldest_waiting_s > 0.4
+                assert not under_way.done()
             stored = await under_way
             assert stored or answer_s == 0.2
             while not await owner.commit(appended(1, owner.length, 8)):

@@ -83,8 +83,14 @@ class Gateway:
                 limits or Limits(), new_cache_id=lambda: f"kv{next(names)}", new_seed=lambda: 7
             )
         self.machine = machine
+        # The seconds that each durable commit took.
+        self.commits_s: list[float] = []
         self.dispatcher = Dispatcher(
-            self.machine, journal or self.disk, self._send, clock_s=lambda: self.now_s
+            self.machine,
+            journal or self.disk,
+            self._send,
+            clock_s=lambda: self.now_s,
+            commits=[self.commits_s.append],
         )
         self.workers: dict[str, ModelWorker] = {}
         # By ticket, in the order in which they came.

@@ -45,6 +45,9 @@ from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 from tests.sim.truth import Applied, Asked, Cache, Done, Forked, copied, is_remembered
 
+# While a commit takes longer, calls are refused.
+_STALL_S = 5.0
+
 
 class Oracle:
     """Owner of the truth. The simulator keeps the public fields up to `caches`.
@@ -101,8 +104,8 @@ class Oracle:
         self._submitted = 0
         # The adapters that were asked for with a request id, by tenant.
         self.asked_adapters: defaultdict[tuple[Tenant, str], set[int]] = defaultdict(set)
-        # With the journal, the oldest first: what was given to it together.
-        self._groups: deque[list[tuple[Asked | None, Sequence[Record]]]] = deque()
+        # With the journal, the oldest first: when, and what was given to it together.
+        self._groups: deque[tuple[float, list[tuple[Asked | None, Sequence[Record]]]]] = deque()
 
     # What the simulator tells.
 
@@ -141,12 +144,13 @@ class Oracle:
             assert asked.records is None, "written twice"
             assert asked.number in self.outstanding or asked.number in self.abandoned, "of one who has gone"
             asked.records = records
-        self._groups.append(group)
+        self._groups.append((self.now_s, group))
 
     def commit_ended(self, durable: bool) -> None:
         """The oldest of what is with the journal has ended: if it is durable, it is true from now on."""
         self.journal_works = durable
-        for asked, records in self._groups.popleft():
+        _, group = self._groups.popleft()
+        for asked, records in group:
             if asked is not None:
                 asked.durable, asked.failed = durable, not durable
             if durable:
@@ -155,6 +159,12 @@ class Oracle:
                 if asked is not None and isinstance(asked.request, Fork):
                     self._check_whole(asked, asked.request)
             self.has_failed |= not durable
+
+    @property
+    def may_journal_be_refused(self) -> bool:
+        """The last commit has failed, or the oldest one takes long."""
+        is_slow = bool(self._groups) and self.now_s - self._groups[0][0] > _STALL_S
+        return not self.journal_works or is_slow
 
     def gateway_crashed(self) -> list[tuple[Request, Tenant]]:
         """Whoever waited does not know what became of it. Returns what they had asked."""

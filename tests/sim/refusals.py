@@ -66,7 +66,7 @@ _OF_THE_SERVER: dict[str, Callable[[Oracle, Asked], bool]] = {
         len(oracle.outstanding) + len(oracle.abandoned) + oracle.own_operations >= oracle.queue_limit
         or (bool(asked.tenant.name) and _asked_by(oracle, asked.tenant) >= oracle.queue_limit / 2)
     ),
-    "JOURNAL_UNAVAILABLE": lambda oracle, asked: asked.failed or not oracle.journal_works,
+    "JOURNAL_UNAVAILABLE": lambda oracle, asked: asked.failed or oracle.may_journal_be_refused,
     "JOURNAL_FULL": _is_full,
     "CACHE_LIMIT": lambda oracle, asked: most_held(oracle) + _made_by(asked.request) > oracle.cache_limit,
     "NO_WORKER": lambda oracle, asked: (

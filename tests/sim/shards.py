@@ -56,7 +56,6 @@ class ShardSimulation:
             )
             for module in (
                 "extensions.gateways.postgres.journal",
-                "journal.stored",
                 "extensions.gateways.postgres.leases",
             ):
                 patch.setattr(f"service.{module}.time", clock)

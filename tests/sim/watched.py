@@ -209,6 +209,7 @@ class WatchedDispatcher(Dispatcher):
 
     def _on_commit(self) -> None:
         """Records are given to the journal: those that the machine had written since the last time."""
+        self.oracle.now_s = self._clock_s()
         writes = self.machine.written()
         self.effects += 1
         self.trace.append(("write", *writes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -15,6 +16,11 @@ import pytest
 from quire.v1 import executor_pb2
 
 from benchmarks.checkout import ROOT, environment, quire_command
+from service.config import Config
+from service.extensions.conformance import appended
+from service.journal.base import Journal, JournalUnusable
+from service.journal.recovery import Apply
+from service.shard import open_shard
 from tests import undisturbed
 from tests.gateway_process import GatewayProcess
 
@@ -139,6 +145,17 @@ def test_the_journal_of_the_manual_is_right(tmp_path: Path, monkeypatch: pytest.
     place = environment(ROOT)
     done = subprocess.run(command, env=place, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert re.search(r"\n\d+ passed, 1 skipped", done.stdout), done.stdout
+
+
+def test_a_journal_whose_records_do_not_fit_is_refused_with_a_line() -> None:
+    """Before, that was a traceback, unless the journal of the extension had caught what `apply` raises."""
+
+    async def open_journal(_config: Config, _directory: Path | None, apply: Apply) -> Journal:
+        apply(appended(1, 0, 7), 0.0)
+        return Journal()
+
+    with pytest.raises(JournalUnusable, match="records do not fit: cache 1 is unknown"):
+        asyncio.run(open_shard(Config(), open_journal, None))
 
 
 LAUNCHER = """
