@@ -110,9 +110,16 @@ class ExecutorApi:
         if request.request_ids:
             most = self._state.config.max_items_per_call
             validation.check_num_items(request.request_ids, most, "request_ids")
-            self._dispatcher.forget(request.request_ids, current_tenant())
+            for request_id in request.request_ids:
+                validation.check_request_id(request_id, "request_ids")
+            outcomes = await asyncio.shield(self._dispatcher.forget(request.request_ids, current_tenant()))
+            for outcome in outcomes:
+                if isinstance(outcome, QuireError):
+                    raise outcome
             if not request.cache_id:
-                return pb.ReleaseCacheResponse()
+                return pb.ReleaseCacheResponse(released=bool(outcomes))
+            # The cache may be another gateway's, which has its own request ids.
+            request = pb.ReleaseCacheRequest(cache_id=request.cache_id)
         return await self._run(CALLS["ReleaseCache"], request, context)
 
     async def Session(
