@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partialmethod
 from importlib import metadata
@@ -112,7 +113,10 @@ class ExecutorApi:
             validation.check_num_items(request.request_ids, most, "request_ids")
             for request_id in request.request_ids:
                 validation.check_request_id(request_id, "request_ids")
-            outcomes = await asyncio.shield(self._dispatcher.forget(request.request_ids, current_tenant()))
+            others, tenant = self.other_shards, current_tenant()
+            dispatchers = [self._dispatcher, *(() if others is None else others.dispatchers)]
+            forgotten = asyncio.gather(*(each.forget(request.request_ids, tenant) for each in dispatchers))
+            outcomes = [*itertools.chain(*await asyncio.shield(forgotten))]
             for outcome in outcomes:
                 if isinstance(outcome, QuireError):
                     raise outcome
