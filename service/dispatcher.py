@@ -43,7 +43,7 @@ _TICK_S = 0.05
 # If a commit takes longer, no new operations are accepted.
 _JOURNAL_STALL_S = 5.0
 # How many leases are checked before other tasks run. Releasing this many caches takes a few milliseconds.
-_EXPIRED_AT_ONCE = 256
+_ENDED_AT_ONCE = 256
 
 SendCommands = Callable[[Sequence[Send]], None]
 Outcome = Result | QuireError
@@ -79,6 +79,8 @@ class Dispatcher:
         # Since when each unfinished commit runs, the oldest first.
         self._committing: deque[float] = deque()
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
+        # Releases for which maybe nobody waits.
+        self._forgetting: set[asyncio.Task[list[Outcome]]] = set()
         # Returns a new number for a Session or a single call: the unit of fair queueing in workers.
         self.new_caller: Callable[[], int] = itertools.count(1).__next__
         self._carrying_out = False
@@ -151,18 +153,31 @@ class Dispatcher:
                 self.caches.cancel(ticket, self._clock_s())
         self._carry_out()
 
-    def forget(self, request_ids: Sequence[str], tenant: Tenant | None = None) -> None:
+    def forget(self, request_ids: Iterable[str], tenant: Tenant | None = None) -> asyncio.Task[list[Outcome]]:
         """Releases the caches of creations and forks with these request ids, including committing ones.
 
-        Cancel the running requests first.
+        Cancel the running requests first. Returns the outcomes, without those of caches that are being
+        released already. It goes on if nobody waits for it.
         """
-
-        def release(_durable: bool) -> None:
-            made = (entry for key in request_ids for entry in self.caches.index.made_by(key, tenant))
-            self.release([entry.state.cache_id for entry in made if entry is not None], tenant)
-
+        committed = asyncio.Event()
         # When this empty commit is complete, so are all earlier ones.
-        self._journal.commit((), release)
+        self._journal.commit((), lambda _durable: committed.set())
+        task = asyncio.create_task(self._release_made(committed, {*request_ids}, tenant))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+        return task
+
+    async def _release_made(
+        self, committed: asyncio.Event, request_ids: Iterable[str], tenant: Tenant | None
+    ) -> list[Outcome]:
+        await committed.wait()
+        outcomes: list[Outcome] = []
+        made = (entry for key in request_ids for entry in self.caches.index.made_by(key, tenant))
+        releases = (Release(one.state.cache_id) for one in made if one is not None and not one.is_ending)
+        # Other calls run in between.
+        while some := list(itertools.islice(releases, _ENDED_AT_ONCE)):
+            outcomes += await self.run(some, tenant)
+        return outcomes
 
     def start_draining(self) -> None:
         """Refuses new operations. Those in flight continue."""
@@ -188,8 +203,8 @@ class Dispatcher:
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             expired, entries = 0, list(self.caches.index)
-            for start in range(0, len(entries), _EXPIRED_AT_ONCE):
-                expired += self.expire(entries[start : start + _EXPIRED_AT_ONCE])
+            for start in range(0, len(entries), _ENDED_AT_ONCE):
+                expired += self.expire(entries[start : start + _ENDED_AT_ONCE])
                 await asyncio.sleep(0)
             if expired:
                 _log.info("leases ran out", caches=expired)

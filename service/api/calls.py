@@ -31,7 +31,7 @@ from service.caches.requests import (
     Truncate,
 )
 from service.dispatcher import Outcome
-from service.errors import InvalidArgument, QuireError
+from service.errors import InvalidArgument, QuireError, too_many
 
 # Any: the message types differ by call. Only the table below has them.
 Check: TypeAlias = Callable[[Any, RequestLimits, float | None], Any]
@@ -141,6 +141,8 @@ def _truncate(request: executor_pb2.TruncateKVRequest, *_: object) -> Truncate:
 
 
 def _release(request: executor_pb2.ReleaseCacheRequest, *_: object) -> Release:
+    if request.request_ids:
+        raise too_many("request_ids", 0)
     validation.check_cache_id(request.cache_id)
     return Release(request.cache_id)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partialmethod
 from importlib import metadata
@@ -110,9 +111,19 @@ class ExecutorApi:
         if request.request_ids:
             most = self._state.config.max_items_per_call
             validation.check_num_items(request.request_ids, most, "request_ids")
-            self._dispatcher.forget(request.request_ids, current_tenant())
+            for request_id in request.request_ids:
+                validation.check_request_id(request_id, "request_ids")
+            others, tenant = self.other_shards, current_tenant()
+            dispatchers = [self._dispatcher, *(() if others is None else others.dispatchers)]
+            forgotten = asyncio.gather(*(each.forget(request.request_ids, tenant) for each in dispatchers))
+            outcomes = [*itertools.chain(*await asyncio.shield(forgotten))]
+            for outcome in outcomes:
+                if isinstance(outcome, QuireError):
+                    raise outcome
             if not request.cache_id:
-                return pb.ReleaseCacheResponse()
+                return pb.ReleaseCacheResponse(released=bool(outcomes))
+            # The cache may be another gateway's, which has its own request ids.
+            request = pb.ReleaseCacheRequest(cache_id=request.cache_id)
         return await self._run(CALLS["ReleaseCache"], request, context)
 
     async def Session(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeAlias
+
+from service.dispatcher import Dispatcher
 
 # Answers a call for caches of this shard alone. Arguments: its method, request and context.
 RunHere: TypeAlias = Callable[[str, Any, Any], Awaitable[Any]]
@@ -18,6 +20,10 @@ class OtherShards(Protocol):
 
     async def answer(self, method: str, request: Any, context: Any, here: RunHere) -> Any:
         """Returns the response to such a call. Raises QuireError."""
+
+    @property
+    def dispatchers(self) -> Sequence[Dispatcher]:
+        """Those of the further shards of this gateway."""
 
     async def list_caches(self, request: Any, context: Any, here: Callable[..., Awaitable[Any]]) -> Any:
         """Returns the response to ListCaches."""

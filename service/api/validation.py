@@ -222,11 +222,11 @@ def check_cache_salt(salt: str) -> None:
     _check_at_most(MAX_CACHE_SALT_CHARS, len(salt), "BAD_CACHE_SALT", "cache_salt")
 
 
-def check_request_id(text: str) -> None:
+def check_request_id(text: str, field: str = "request_id") -> None:
     """Checks that the request id can be stored and logged."""
     if not is_request_id(text):
         allowed = f"must have at most {MAX_REQUEST_ID_CHARS} characters of printable ASCII"
-        raise InvalidArgument("BAD_REQUEST_ID", "request_id", allowed)
+        raise InvalidArgument("BAD_REQUEST_ID", field, allowed)
 
 
 def is_request_id(text: str) -> bool:

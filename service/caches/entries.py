@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from service.caches.answers import ForwardDone
 from service.caches.ledger import CacheState
 from service.caches.records import CacheCreated, Record
-from service.caches.requests import Handle, Request, Result
+from service.caches.requests import Handle, Release, Request, Result
 from service.caches.segments import Segment
 from service.caches.states import COMMITTING, WAITING, State
 from service.caches.tenants import Tenant
@@ -212,6 +212,11 @@ class CacheEntry:
         if self.running is not None:
             yield self.running
         yield from self.waiting
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is being released, or a release waits for the operations ahead of it."""
+        return self.closing or any(isinstance(one.request, Release) for one in self.operations())
 
 
 @dataclass(slots=True, eq=False)

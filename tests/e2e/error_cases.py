@@ -249,6 +249,7 @@ def cache_cases() -> Iterator[Case]:
             moved = text.replace("POSITION", f"position: {position}")
             yield Case(rpc, moved, "POSITION_MISMATCH", code=code_pb2.FAILED_PRECONDITION, metadata=stated)
     yield Case("ReleaseCache", "", "EMPTY_CACHE_ID", "cache_id")
+    yield Case("ReleaseCache", "request_ids: ['r', '\\000']", "BAD_REQUEST_ID", "request_ids")
 
 
 def size_cases() -> Iterator[Case]:

@@ -114,11 +114,14 @@ def test_every_call_is_answered_as_its_unary_twin(gateway: GatewayProcess) -> No
         lane.send(
             pb.SessionCall(tag=1, batch_decode=pb.BatchDecodeRequest(items=items)),
             pb.SessionCall(tag=2, release_cache=pb.ReleaseCacheRequest(cache_id=cache_id)),
+            pb.SessionCall(tag=3, release_cache=pb.ReleaseCacheRequest(cache_id=forks[0], request_ids=["x"])),
         )
-        answers = lane.take(2)
+        answers = lane.take(3)
         kinds = [r.WhichOneof("result") for r in answers[1].batch_decode.results]
         assert kinds == ["response", "response", "error"]
         assert answers[2].release_cache.released
+        # What they have made is not found here.
+        assert answers[3].WhichOneof("result") == "error"
         lane.half_close()
         assert list(lane.call) == []
         assert lane.call.code() == grpc.StatusCode.OK

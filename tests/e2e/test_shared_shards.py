@@ -121,6 +121,10 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
             for text in texts:
                 # Of one of them the gateway has the cache in a shard that is not its first.
                 text.generate(first.connect(), 5)
+                fork = pb.ForkCacheRequest(cache_id=text.cache_id, count=1, request_id=f"of {text.cache_id}")
+                first.stub.ForkCache(fork, timeout=60)
+                release = pb.ReleaseCacheRequest(request_ids=[fork.request_id])
+                assert first.stub.ReleaseCache(release, timeout=60).released
             ready = [one.worker_id for one in first.status().workers if one.counts.steps]
             assert sorted(ready) == ["worker-0", "worker-1"], "also that of the shard that was taken over"
             assert first.status().caches >= 4

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from service import dispatcher as dispatcher_module
-from service.caches.requests import Fork, Release, Renew, Request, Truncate
+from service.caches.requests import Fork, Release, Released, Renew, Request, Truncate
 from service.dispatcher import Outcome
 from service.errors import CacheNotFound, Draining, JournalUnavailable, QuireError
 from service.lease import Lease
@@ -196,3 +196,47 @@ async def test_what_a_worker_says_becomes_what_a_client_sees(
     if reason == "KV_EXHAUSTED":
         assert outcome.metadata == {"pages_needed": "3", "pages_available": "2"}
     assert bench.tokens(cache) == [1]
+
+
+async def test_a_request_id_is_free_when_what_it_made_is_released(bench: Bench) -> None:
+    """A prefill with the same id found the old cache, which was being released, and failed with it."""
+    made = bench.create(1, request_id="made")
+    bench.disk.is_slow = True
+    forgetting = bench.dispatcher.forget(["made"])
+    for _ in range(9):
+        bench.disk.settle()
+        await asyncio.sleep(0)
+    assert [type(outcome) for outcome in await forgetting] == [Released]
+    bench.disk.is_slow = False
+    assert bench.create(1, request_id="made") != made
+
+
+async def test_that_a_release_by_request_ids_failed_is_told(bench: Bench) -> None:
+    bench.create(1, request_id="made")
+    bench.disk.fails = True
+    assert [type(outcome) for outcome in await bench.dispatcher.forget(["made"])] == [JournalUnavailable]
+
+
+async def test_others_are_answered_while_many_caches_are_released_by_request_ids(bench: Bench) -> None:
+    """All were released at once, and again for each time that an id was given: calls waited for a minute."""
+    kept, parent = bench.create(1), bench.create(2)
+    for number in range(3):
+        bench.handles(Fork.of(parent, 1000, request_id=f"forked-{number}"))
+    released = bench.dispatcher.forget([f"forked-{number}" for number in range(3)] * 300)
+    assert len(await bench.dispatcher.run([Renew(kept)])) == 1
+    assert len(bench.dispatcher.caches) > 2000
+    assert len(await released) == 3000 and len(bench.dispatcher.caches) == 2
+
+
+async def test_releases_by_request_ids_do_not_add_up_on_a_cache(bench: Bench) -> None:
+    """Each time, the caches that were in use got one more operation that waits."""
+    made = bench.create(1, request_id="made")
+    decoding = await bench.start(decode(made, 2))
+    released = [bench.dispatcher.forget(["made"]) for _ in range(9)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert bench.dispatcher.caches.operations_in_flight == 2
+    bench.answer(*bench.sent)
+    await decoding
+    assert [len(await one) for one in released] == [1] + [0] * 8
+    assert not len(bench.dispatcher.caches)

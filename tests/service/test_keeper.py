@@ -188,6 +188,19 @@ async def test_a_gateway_with_an_address_of_another_one_is_refused(
     await ended(running)
 
 
+async def test_of_gateways_that_begin_together_with_one_address_one_has_shards_at_most(
+    postgres: PostgresServer,
+) -> None:
+    """Before, each looked for others before any had told its address, and calls went to the wrong one."""
+    gateways = [Gateway(postgres, "first") for _ in range(2)]
+    joining = [one.keeper.join(one.open) for one in gateways]
+    async with asyncio.timeout(60):
+        joined = await asyncio.gather(*joining, return_exceptions=True)
+    assert any(isinstance(outcome, ConfigError) for outcome in joined), joined
+    for one in gateways:
+        one.crash()
+
+
 async def test_a_gateway_that_crashed_has_its_address_again(postgres: PostgresServer) -> None:
     before, after = Gateway(postgres, "first"), Gateway(postgres, "first")
     await before.keeper.join(before.open)

@@ -20,6 +20,7 @@ from service.api.status import renumber, to_status
 from service.auth.authenticator import current_tenant
 from service.budgets import Budgets, in_memory
 from service.config import Config
+from service.dispatcher import Dispatcher
 from service.errors import (
     AnswersFull,
     Draining,
@@ -71,6 +72,10 @@ class Forwarding:
         self.is_draining, self.in_flight = False, 0
         # The further shards that this process serves now.
         self.cores: dict[int, ServedShard] = {}
+
+    @property
+    def dispatchers(self) -> Sequence[Dispatcher]:
+        return [core.dispatcher for core in self.cores.values()]
 
     def must_answer(self, method: str, request: Any) -> bool:
         """Whether a request may name a cache of a shard other than the home shard."""

@@ -87,8 +87,11 @@ class Keeper:
         if count != self._shards:
             allowed = f"the caches in the database are of {count}"
             raise ConfigError("shards", "", self._shards, allowed)
-        await self._require_own_addresses()
+        # Who has them may also be this gateway before a crash of its host, whose lease ends.
+        await self._require_own_addresses(LEASE_S)
         self._own_lease = await self._take_own_lease()
+        # Another one may have begun at the same time.
+        await self._require_own_addresses(0.0)
         # The database may have just come back. Then this gateway must not take the shards of owners that
         # could not renew. After a crash of an owner this wait is not needed, but the two look the same.
         if any(row.has_lapsed and row.shard >= 0 for row in await self._leases.owners()):
@@ -114,17 +117,16 @@ class Keeper:
             await asyncio.sleep(WATCH_S)
             await self._renew_own_lease()
 
-    async def _require_own_addresses(self) -> None:
-        """Raises ConfigError if another gateway that runs has an address of this one."""
-        own, until_s = self._address.split(), time.monotonic() + LEASE_S
+    async def _require_own_addresses(self, timeout_s: float) -> None:
+        """Raises ConfigError if after this time another gateway that runs has an address of this one."""
+        own, until_s = self._address.split(), time.monotonic() + timeout_s
         while taken := [
             address
             for row in await self._leases.owners()
-            if row.shard < 0 and self._leases.is_connected(row)
+            if row.shard < 0 and row.owner != self.owner and self._leases.is_connected(row)
             for address in row.address.split()
             if address in own
         ]:
-            # It may also be this gateway before a crash of its host, whose lease ends.
             if time.monotonic() > until_s:
                 name = "peer_listen" if taken[0] == own[0] else "advertise"
                 raise ConfigError(name, "", taken[0], "another gateway that runs has this address")

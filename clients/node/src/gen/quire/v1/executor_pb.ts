@@ -1123,7 +1123,8 @@ export const ReleaseCacheRequestSchema: GenMessage<ReleaseCacheRequest> = /*@__P
  */
 export type ReleaseCacheResponse = Message<"quire.v1.ReleaseCacheResponse"> & {
   /**
-   * False: the id is unknown (it never existed, expired, or was released before).
+   * False: the id is unknown (it never existed, expired, or was released before). With request_ids alone: nothing of
+   * them is left, or all of it is being released already.
    *
    * @generated from field: bool released = 1;
    */
