@@ -39,10 +39,10 @@ def need_compiled() -> None:
 
 
 @contextmanager
-def use(name: str, sources: Sequence[str] = ()) -> Iterator[None]:
+def use(name: str, sources: Sequence[str] = (), level: str = "-O3") -> Iterator[None]:
     """Use the kernels for an instruction set, such as "amx", or "emulated-amx" in plain C++.
 
-    They are built if need be: of these sources, or of all.
+    They are built if need be: of these sources, or of all, and with this level of optimisation.
     """
     if name == instructions_used().name:
         # The library that there is has them all.
@@ -57,6 +57,8 @@ def use(name: str, sources: Sequence[str] = ()) -> Iterator[None]:
 
     try:
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
+            flags = tuple(level if flag.startswith("-O") else flag for flag in library._FLAGS)
+            patch.setattr(library, "_FLAGS", flags)
             if sources:
                 for path in (*library._SOURCES.glob("*.h"), *(library._SOURCES / each for each in sources)):
                     shutil.copy(path, scratch)

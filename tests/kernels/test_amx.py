@@ -38,11 +38,8 @@ def _amx(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     # A whole library takes three times as long to compile, and an optimised one three times as long again.
     level = "-O3" if request.config.getoption("--thorough") else "-O0"
-    flags = tuple(level if flag.startswith("-O") else flag for flag in library._FLAGS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_FLAGS", flags)
-        with use("emulated-amx", SOURCES):
-            yield
+    with use("emulated-amx", SOURCES, level):
+        yield
 
 
 def rounded(exact: Fraction) -> float:

@@ -258,7 +258,8 @@ def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(
 _SOURCES = ("grouped_product.cpp", "dequantised_product.cpp", "write_values.cpp", "threads.cpp")
 
 
-# Each is compiled for its test. Products of this CPU's set, which always run, are compared with torch too.
+# Each is compiled for its test, at a level that takes half the time. Products of this CPU's set, which always
+# run, are compared with torch too.
 @pytest.mark.parametrize(
     "name",
     [
@@ -266,7 +267,7 @@ _SOURCES = ("grouped_product.cpp", "dequantised_product.cpp", "write_values.cpp"
         for each in library.X86_SETS
     ],
 )
-def test_bits_are_the_same_on_each_instruction_set(name: str) -> None:
+def test_bits_are_the_same_on_each_instruction_set(name: str, request: pytest.FixtureRequest) -> None:
     """On those that this CPU has, and emulated on the others; torch is the measure for all of them.
 
     Of rows that are not rounded, this CPU's own products are.
@@ -280,7 +281,8 @@ def test_bits_are_the_same_on_each_instruction_set(name: str) -> None:
         for form in KINDS
         for dtype in DTYPES
     }
-    with use(f"emulated-{name}" if lacks else name, _SOURCES):
+    level = "-O3" if request.config.getoption("--thorough") else "-Og"
+    with use(f"emulated-{name}" if lacks else name, _SOURCES, level):
         for (form, dtype), expected in whole.items():
             weight = random_weight(unrounded(form), 33, 80, dtype)
             assert torch.equal(linear(numbers(40, 80, dtype=dtype), weight), expected)

@@ -21,11 +21,11 @@ def test_a_few_faults_lose_nothing(model: str, tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(name, value)
     options = Namespace(
         model=model,
-        faults=10,
+        faults=6,
         minutes=3.5,
         seed=7,
         callers=2,
-        texts=8,
+        texts=4,
         workers=2,
         kv_pages=40,
         interval_s=0.2,

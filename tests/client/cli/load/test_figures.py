@@ -23,7 +23,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 BEGIN_S, END_S = 2.0, 12.0
 # A hundred requests each. With --thorough as many as of others.
-FEW_EXAMPLES = settings(max_examples=16) if settings().max_examples == 50 else settings()
+FEW_EXAMPLES = settings(max_examples=settings().max_examples // 2)
 
 
 def record_of(draws: random.Random, index: int) -> Record:
