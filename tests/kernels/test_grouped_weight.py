@@ -281,7 +281,7 @@ def test_bits_are_the_same_on_each_instruction_set(name: str, request: pytest.Fi
         for form in KINDS
         for dtype in DTYPES
     }
-    level = "-O3" if request.config.getoption("--thorough") else "-Og"
+    level = "-O3" if request.config.getoption("--thorough") else "-O1"
     with use(f"emulated-{name}" if lacks else name, _SOURCES, level):
         for (form, dtype), expected in whole.items():
             weight = random_weight(unrounded(form), 33, 80, dtype)
