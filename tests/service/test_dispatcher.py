@@ -10,7 +10,7 @@ import pytest
 from service import dispatcher as dispatcher_module
 from service.caches.requests import Fork, Release, Released, Renew, Request, Truncate
 from service.dispatcher import Outcome
-from service.errors import CacheNotFound, Draining, JournalUnavailable, QuireError
+from service.errors import CacheNotFound, Draining, GatewayUnavailable, JournalUnavailable, QuireError
 from service.lease import Lease
 from tests.sim.harness import Gateway, decode, prefill
 from workers.common import worker_pb2
@@ -215,6 +215,19 @@ async def test_that_a_release_by_request_ids_failed_is_told(bench: Bench) -> Non
     bench.create(1, request_id="made")
     bench.disk.fails = True
     assert [type(outcome) for outcome in await bench.dispatcher.forget(["made"])] == [JournalUnavailable]
+
+
+async def test_a_release_by_request_ids_ends_with_the_ownership_of_the_caches(bench: Bench) -> None:
+    """It waited for ever for a commit that the journal never reports, since its outcome is unknown."""
+    bench.create(1, request_id="made")
+    bench.disk.is_slow = True
+    forgetting = bench.dispatcher.forget(["made"])
+    await asyncio.sleep(0)
+    bench.dispatcher.close(Draining)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert forgetting.done()
+    assert [type(outcome) for outcome in await forgetting] == [GatewayUnavailable]
 
 
 async def test_others_are_answered_while_many_caches_are_released_by_request_ids(bench: Bench) -> None:
