@@ -30,7 +30,14 @@ from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import PreviousCaches, Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
-from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
+from service.errors import (
+    NOT_FAILURES,
+    GatewayUnavailable,
+    InternalError,
+    JournalUnavailable,
+    QuireError,
+    WorkerFault,
+)
 from service.journal.base import Journal
 from service.logging import get_logger
 
@@ -79,8 +86,8 @@ class Dispatcher:
         # Since when each unfinished commit runs, the oldest first.
         self._committing: deque[float] = deque()
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
-        # Releases for which maybe nobody waits.
-        self._forgetting: set[asyncio.Task[list[Outcome]]] = set()
+        # Releases for which maybe nobody waits, and what each of them waits for.
+        self._forgetting: dict[asyncio.Task[list[Outcome]], asyncio.Event] = {}
         # Returns a new number for a Session or a single call: the unit of fair queueing in workers.
         self.new_caller: Callable[[], int] = itertools.count(1).__next__
         self._carrying_out = False
@@ -163,14 +170,16 @@ class Dispatcher:
         # When this empty commit is complete, so are all earlier ones.
         self._journal.commit((), lambda _durable: committed.set())
         task = asyncio.create_task(self._release_made(committed, {*request_ids}, tenant))
-        self._forgetting.add(task)
-        task.add_done_callback(self._forgetting.discard)
+        self._forgetting[task] = committed
+        task.add_done_callback(self._forgetting.pop)
         return task
 
     async def _release_made(
         self, committed: asyncio.Event, request_ids: Iterable[str], tenant: Tenant | None
     ) -> list[Outcome]:
         await committed.wait()
+        if self._is_closed:
+            return [GatewayUnavailable()]
         outcomes: list[Outcome] = []
         made = (entry for key in request_ids for entry in self.caches.index.made_by(key, tenant))
         releases = (Release(one.state.cache_id) for one in made if one is not None and not one.is_ending)
@@ -188,6 +197,9 @@ class Dispatcher:
         self._is_closed = True
         self.caches.close(refusal)
         self._answer(self.caches.take_effects().replies)
+        # The journal may never report commits whose outcome is unknown.
+        for committed in self._forgetting.values():
+            committed.set()
 
     def expire(self, entries: Iterable[CacheEntry]) -> int:
         """Releases those of `entries` whose lease has expired. Returns how many."""

@@ -101,7 +101,7 @@ class InvalidArgument(QuireError, code="INVALID_ARGUMENT"):
 
 
 def too_many(field: str, limit: int) -> InvalidArgument:
-    """A message has more calls, items, forks or fields than the server accepts. Forks are items, too."""
+    """A message has more calls, items, forks, request ids or fields than the server accepts."""
     reason = "TOO_MANY_ITEMS" if field in ("forks", "request_ids") else f"TOO_MANY_{field.upper()}"
     return InvalidArgument(reason, field, f"at most {limit} {field} are allowed")
 

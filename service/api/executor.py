@@ -114,8 +114,13 @@ class ExecutorApi:
             for request_id in request.request_ids:
                 validation.check_request_id(request_id, "request_ids")
             others, tenant = self.other_shards, current_tenant()
+            # They wait for the journal, also when the call has ended.
+            budget = self._state.budgets.of(tenant).answers
+            size_bytes = validation.ANSWER_BYTES + validation.HANDLE_BYTES * len(request.request_ids)
+            budget.take(size_bytes)
             dispatchers = [self._dispatcher, *(() if others is None else others.dispatchers)]
             forgotten = asyncio.gather(*(each.forget(request.request_ids, tenant) for each in dispatchers))
+            forgotten.add_done_callback(lambda _: budget.give_back(size_bytes))
             outcomes = [*itertools.chain(*await asyncio.shield(forgotten))]
             for outcome in outcomes:
                 if isinstance(outcome, QuireError):

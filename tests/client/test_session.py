@@ -205,6 +205,25 @@ def test_a_prefill_that_a_signal_has_ended_leaves_no_cache(gateway: GatewayProce
     gateway.wait_until(lambda: gateway.status().caches == 0)
 
 
+def test_the_error_of_a_handler_that_closes_the_client_is_raised(gateway: GatewayProcess) -> None:
+    """A ValueError of gRPC took its place: the client wanted to release what the call had made."""
+    client = Client(gateway.address)
+
+    def alarm(*_: object) -> None:
+        client.close()
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        with held_back(gateway):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(TookTooLong):
+                client.prefill(prompt_of(0))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    gateway.wait_until(in_flight(gateway, 0))
+
+
 def decoding(cache: Cache, token_id: int, errors: list[QuireError]) -> threading.Thread:
     """A thread that decodes once, and keeps what it raises."""
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any, cast
 
 import pytest
+from quire.v1 import executor_pb2 as pb
 
 from service import dispatcher as dispatcher_module
+from service.adapters.registry import Adapters
+from service.api.executor import ExecutorApi
 from service.caches.requests import Fork, Release, Released, Renew, Request, Truncate
+from service.config import Config
 from service.dispatcher import Outcome
-from service.errors import CacheNotFound, Draining, JournalUnavailable, QuireError
+from service.errors import (
+    AnswersFull,
+    CacheNotFound,
+    Draining,
+    GatewayUnavailable,
+    JournalUnavailable,
+    QuireError,
+)
 from service.lease import Lease
+from tests.service.served import state_of
 from tests.sim.harness import Gateway, decode, prefill
 from workers.common import worker_pb2
 
@@ -215,6 +228,42 @@ async def test_that_a_release_by_request_ids_failed_is_told(bench: Bench) -> Non
     bench.create(1, request_id="made")
     bench.disk.fails = True
     assert [type(outcome) for outcome in await bench.dispatcher.forget(["made"])] == [JournalUnavailable]
+
+
+async def test_a_release_by_request_ids_ends_with_the_ownership_of_the_caches(bench: Bench) -> None:
+    """It waited for ever for a commit that the journal never reports, since its outcome is unknown."""
+    bench.create(1, request_id="made")
+    bench.disk.is_slow = True
+    forgetting = bench.dispatcher.forget(["made"])
+    await asyncio.sleep(0)
+    bench.dispatcher.close(Draining)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert forgetting.done()
+    assert [type(outcome) for outcome in await forgetting] == [GatewayUnavailable]
+
+
+async def test_releases_by_request_ids_whose_calls_have_ended_are_bounded(bench: Bench) -> None:
+    """While the journal stalled, each call that was cancelled left its ids in memory, without a limit."""
+    state = state_of(Config(max_unread_bytes=4096))
+    api = ExecutorApi(bench.dispatcher, state, cast(Any, None), Adapters(0))
+    request = pb.ReleaseCacheRequest(request_ids=["made"])
+    bench.create(1, request_id="made")
+    bench.disk.is_slow = True
+    calls = [asyncio.create_task(api.ReleaseCache(request, cast(Any, None))) for _ in range(99)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    refused = asyncio.create_task(api.ReleaseCache(request, cast(Any, None)))
+    await asyncio.sleep(0)
+    assert refused.done() and isinstance(refused.exception(), AnswersFull)
+    bench.disk.is_slow = False
+    bench.disk.settle()
+    while state.budgets.answers.used:
+        await asyncio.sleep(0)
+    assert not (await api.ReleaseCache(request, cast(Any, None))).released
+    assert not len(bench.dispatcher.caches)
 
 
 async def test_others_are_answered_while_many_caches_are_released_by_request_ids(bench: Bench) -> None:

@@ -306,7 +306,7 @@ export class Connection {
     });
   }
 
-  /** Releases what an abandoned call may have made, because nobody got the ids. A release may not have reached the server. */
+  /** Releases what an abandoned call may have made, since nobody got the ids. A release is sent again: it may not have arrived. */
   #releaseAfter(method: Method<DescMessage, DescMessage>, request: object, client: Client): void {
     const { input } = RELEASE_CACHE;
     const requestIds = ownRequestIds(request);

@@ -21,7 +21,7 @@ def _release_after(request: Message, error: BaseException) -> executor_pb2.Relea
     """What to send after a call that failed with this error. None: nothing.
 
     The call was abandoned if its time is over, or if the error is not its own, such as a cancellation. It may
-    have made caches. A release may not have reached the server.
+    have made caches. A release is sent again, since it may not have reached the server.
     """
     if isinstance(error, grpc.RpcError) and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
         return None
@@ -73,7 +73,7 @@ class AsyncTransport:
 
 
 async def _release(call: Callable[..., Any], request: Any, metadata: Any) -> None:
-    # The last: the client is closed.
+    # UsageError: the client is closed.
     with contextlib.suppress(grpc.RpcError, asyncio.CancelledError, grpc.aio.UsageError):
         await call(request, timeout=_RELEASE_TIMEOUT_S, metadata=metadata)
 
@@ -90,9 +90,10 @@ class Transport:
             response, done = call.with_call(request, **settings)
         except BaseException as error:
             if wanted := _release_after(request, error):
-                sent = release.future(wanted, timeout=_RELEASE_TIMEOUT_S, metadata=settings["metadata"])
-                self._releases.add(sent)
-                sent.add_done_callback(self._releases.discard)
+                with contextlib.suppress(ValueError):  # The client is closed.
+                    sent = release.future(wanted, timeout=_RELEASE_TIMEOUT_S, metadata=settings["metadata"])
+                    self._releases.add(sent)
+                    sent.add_done_callback(self._releases.discard)
             raise
         return response, done.trailing_metadata()
 

@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8
 # How long to wait before a shard is tried again after its core has failed.
 _FAILED_S: Final = 5.0
-# Who has a shard meanwhile that cannot be opened.
+# The owner of a shard that could not be opened, until it is tried again.
 _NO_GATEWAY: Final = "none"
 # A statement without an answer for this long has failed, and the connection is opened again.
 _ANSWER_S: Final = 3.0

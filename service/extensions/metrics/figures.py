@@ -95,7 +95,7 @@ class Appends:
         self.prompt_tokens = self.generated_tokens = 0
         # Counts for verifies that keep only accepted tokens, including those of Execute.
         self.draft_tokens = self.accepted_tokens = 0
-        # From the request until it is durable and answered. One of several tokens adds one value: its
+        # From the request until it is durable and answered. An append of several tokens adds one value: its
         # time per token.
         self.first_token, self.token = Distribution(TIMES_S), Distribution(TIMES_S)
         # How long prompts waited in their workers.

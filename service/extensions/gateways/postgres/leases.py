@@ -178,7 +178,10 @@ class Leases:
         ]
 
     def is_connected(self, row: Owned) -> bool:
-        """Whether its owner's connection was open when the owners were looked up before the last time."""
+        """Whether the owner's connection was open at the last lookup but one.
+
+        A lookup lists leases as they were before it shortened any.
+        """
         return row.left_s > _SHORT_PART * self._lease_s
 
     async def create(self, shards: int) -> int:

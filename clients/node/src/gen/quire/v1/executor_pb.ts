@@ -1102,8 +1102,8 @@ export type ReleaseCacheRequest = Message<"quire.v1.ReleaseCacheRequest"> & {
   cacheId: string;
 
   /**
-   * Releases what Prefills and forks with these request_ids have made of the called gateway's caches. For calls that
-   * were cancelled, or had no time left, before their caller knew the ids of the caches. cache_id may then be empty.
+   * Releases those caches of the called gateway that Prefills and forks with these request_ids have made: for callers
+   * whose call was cancelled, or ran out of time, before they knew the ids of the caches. cache_id may then be empty.
    * Not on a Session. At most max_items_per_call.
    *
    * @generated from field: repeated string request_ids = 2;
