@@ -27,9 +27,10 @@ _MAX_FREE_COST = 1 << 20
 _PROBE_INTERVAL = 8
 # A caller that wants at most 1 / _TOLERANCE more than its share gets all of it in one step.
 _TOLERANCE = 4
-# Prompts always get a page, so that they make progress, and 1 / _LEAST_SHARE of the largest step: on a GPU a
-# step with a chunk can take twice as long as one of decodes, whatever the chunk's size.
+# Prompts always get a page, so that they make progress.
 _MIN_PROMPT_TOKENS = 16
+# They also get at least 1 / _LEAST_SHARE of the largest step: on a GPU a step with a chunk can take twice as
+# long as one of decodes, whatever the chunk's size.
 _LEAST_SHARE = 32
 # Until step times are known, 1 / _UNKNOWN_SHARE of a step is for prompts.
 _UNKNOWN_SHARE = 8

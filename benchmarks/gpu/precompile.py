@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from benchmarks.gpu.launches import Argument, Device, Launch
     from workers.models.config import ModelConfig
 
-# Those of a product and of attention take longest: first, so that none is left for the end.
-_LONG = ("prefill", "product", "decode", "cut", "draft")
+# What names of kernels that take long have in them. These are first, so that none is left for the end.
+LONG = ("prefill", "product", "decode", "threshold", "draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def precompile(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_compile_for_real) as pool:
         launches = pool.submit(_launches_of, config, dtype, steps, device, quantization).result()
-        launches.sort(key=lambda launch: not any(name in launch.kernel for name in _LONG))
+        launches.sort(key=lambda launch: not any(name in launch.kernel for name in LONG))
         jobs = [pool.submit(_try_to_compile, launch, device.capability) for launch in launches]
         for job in jobs:
             yield job.result()

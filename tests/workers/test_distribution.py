@@ -101,7 +101,7 @@ def dense(target: Distribution) -> NDArray[np.float64]:
 
 # Of the same as the few, to find a smaller bias.
 MANY = pytest.mark.thorough
-KINDS = ("far", "near", "same", "top-k", "target cut")
+KINDS = ("far", "near", "same", "top-k", "filtered target")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ KINDS = ("far", "near", "same", "top-k", "target cut")
 def test_tokens_are_distributed_as_the_targets_own(kind: str, draws: int) -> None:
     rng = np.random.default_rng(7)
     logits = (rng.normal(size=VOCAB) * 2).astype(np.float32)
-    spec = Sampling(temperature=0.9, top_p=0.8 if kind == "target cut" else 1.0)
+    spec = Sampling(temperature=0.9, top_p=0.8 if kind == "filtered target" else 1.0)
     target = row_of(logits, SamplingRow(spec))
     ids = None
     if kind == "same":

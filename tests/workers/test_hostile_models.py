@@ -65,7 +65,21 @@ def test_more_experts_of_mlx_than_memory_has_descriptions_of_are_refused(tmp_pat
             found[f"{place}.{part}"] = torch.zeros(4096, 1, 1, dtype=torch.float16)
     rewrite(tmp_path, lambda _: found)
     setting(quantization={"bits": 3, "group_size": 32})(tmp_path)
-    with pytest.raises(ModelError, match="there are 266240 matrices of experts, and at most 262144 are read"):
+    with pytest.raises(ModelError, match="266240 matrices of experts and heads, and at most 262144"):
+        LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
+
+
+def test_more_heads_of_mlx_than_memory_has_descriptions_of_are_refused(tmp_path: Path) -> None:
+    make_family_model(tmp_path, *settings_of("deepseek_v3"))
+    found: dict[str, torch.Tensor] = {}
+    for layer in range(65):
+        place = f"model.layers.{layer}.self_attn.embed_q"
+        found[f"{place}.weight"] = torch.zeros(4096, 1, 3, dtype=torch.uint32)
+        for part in ("scales", "biases"):
+            found[f"{place}.{part}"] = torch.zeros(4096, 1, 1, dtype=torch.float16)
+    rewrite(tmp_path, lambda _: found)
+    setting(quantization={"bits": 3, "group_size": 32})(tmp_path)
+    with pytest.raises(ModelError, match="266240 matrices of experts and heads, and at most 262144"):
         LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
 
 

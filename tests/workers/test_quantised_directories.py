@@ -664,6 +664,35 @@ def test_keys_and_values_of_latents_are_apart_in_mlx(name: str, how: Any, tmp_pa
         load_decoder(directory)
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "also"),
+    [
+        ("qwen3_moe", ".mlp.switch_mlp.up_proj.", ".mlp.experts.up_proj."),
+        ("qwen3_moe", ".mlp.switch_mlp.up_proj.", ".mlp.experts.0.up_proj."),
+        ("lfm2_moe", ".feed_forward.w1.", ".feed_forward.gate_proj."),
+    ],
+)
+def test_a_matrix_that_a_directory_of_mlx_has_under_two_names_is_refused(
+    name: str, there: str, also: str, tmp_path: Path
+) -> None:
+    model_type, settings = settings_of(name)
+    settings |= {"moe_intermediate_size": 64, "block_auto_adjust_ff_dim": False}
+    source = make_family_model(tmp_path / "source", model_type, settings)
+    directory = make.in_one_file(source, tmp_path / "model")
+    make.mlx(directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    more = {
+        tensor.replace(there, also): (each[0] if ".0." in also else each).clone()
+        for tensor, each in tensors.items()
+        if there in tensor
+    }
+    assert more
+    save_file(tensors | more, file)
+    with pytest.raises(ModelError, match="is also there as"):
+        source_of(directory).tensors()
+
+
 def test_a_router_that_stays_in_float32_must_not_be_quantised(tmp_path: Path) -> None:
     model_type, settings = settings_of("deepseek_v3")
     source = make_family_model(tmp_path / "source", model_type, settings | {"moe_intermediate_size": 64})

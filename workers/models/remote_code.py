@@ -75,7 +75,7 @@ def _qwen(settings: Mapping[str, object]) -> dict[str, object]:
         "intermediate_size": integer(settings, "intermediate_size") // 2,
         "num_key_value_heads": heads,
         "head_dim": integer(settings, "kv_channels"),
-        # Longer texts are scaled by their length.
+        # In longer texts, queries and rotary embeddings depend on the length of the text.
         "max_position_embeddings": integer(settings, "seq_length", length),
         "rms_norm_eps": number(settings, "layer_norm_epsilon"),
         "rope_theta": number(settings, "rotary_emb_base", 10_000.0),

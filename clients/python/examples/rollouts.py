@@ -1,8 +1,8 @@
 """Rollouts for reinforcement learning: n samples of each prompt, with on-policy log-probabilities.
 
 `sampled_logprob` is the log-probability of a token under the distribution that it was drawn from, as a policy
-gradient or an importance ratio needs it. `logprob` is the model's own, before temperature and cuts. The same
-seeds give the same samples.
+gradient or an importance ratio needs it. `logprob` is the model's own, before temperature and filters. The
+same seeds give the same samples.
 
 Cost: one prefill, which draws all first tokens, one fork, and one decode for each further token.
 Shares steps: all rollouts are tasks on one Session, whose calls are batched.

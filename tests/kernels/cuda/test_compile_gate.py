@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 
+from benchmarks.gpu.precompile import LONG
 from kernels.cuda import advance
 from kernels.cuda.prefill_attention import config_for
 from kernels.cuda.variant import SHARED_BYTES, Variant
@@ -174,6 +175,11 @@ def test_widths_that_are_let_through_are_compiled() -> None:
         widths = re.compile(rf"{kernel} .* D=(\d+) E=\d+ V=(\d+) ")
         found = [widths.match(name) for name in recorded_names()]
         assert {(int(each[1]), int(each[2])) for each in found if each} == allowed
+
+
+def test_what_is_compiled_first_are_kernels_that_there_are() -> None:
+    kernels = {name.partition(" ")[0] for name in recorded_names()}
+    assert all(any(part in kernel for kernel in kernels) for part in LONG)
 
 
 @pytest.mark.parametrize(("num_warps", "num_stages"), [(8, 1), (4, 3)])

@@ -140,7 +140,7 @@ def test_unusable_rows_are_marked_and_spare_the_others(dtype: torch.dtype, devic
     assert_wins(ids[4], logits[4], 1.0, 9)
 
 
-def test_only_what_a_cut_keeps_races(device: str) -> None:
+def test_only_what_a_threshold_keeps_races(device: str) -> None:
     logits = torch.arange(1100.0).remainder(10).repeat(3, 1).to(device)
     thresholds = Thresholds(
         torch.tensor([9.0, 9.0, 8.0], device=device),

@@ -12,7 +12,7 @@ from workers.common.gguf.header import Value
 from workers.models.checkpoint import Staging, StoredTensor
 from workers.models.errors import ModelError
 
-# By their names after "xielu.", the shapes in a checkpoint.
+# The shapes of these tensors in a checkpoint. In metadata the names follow "xielu.".
 _SHAPES: Mapping[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 

@@ -30,14 +30,15 @@ class _Packed(nn.Module):
 
     _packed: Weight
     _plain_kind: type[nn.Module]
-    # The weight has no values yet.
+    # Whether the weight is allocated, but not read yet.
     awaits_values = False
 
     @property
     def weight(self) -> torch.Tensor:
         """[O, I]. Unpacks the weight, and turns the layer into an ordinary one.
 
-        But while it awaits its values: the library may initialise it as a part of another module.
+        Empty while it awaits its values: then the library reads it only to initialise it, and would replace
+        it by a dense one. It does so for modules of its own, such as routers, whatever their parts say.
         """
         if self.awaits_values:
             return _only_a_dtype(self)

@@ -33,7 +33,7 @@ from workers.models.shard import Slice
 
 _WEIGHT, _STACKED = ".weight", (".gate_up_proj", ".down_proj")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-# The second three: of MiniMax M2, whose checkpoints also have another name of the module.
+# MiniMax M2 has the last three, and its checkpoints have the experts in a module that the library renames.
 _PROJECTIONS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
 }  # fmt: skip

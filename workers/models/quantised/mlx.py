@@ -34,7 +34,7 @@ from workers.models.quantised.tensors import SCALES, Tensors, read, read_scales,
 _ALL_EXPERTS = re.compile(r"\.(switch_mlp|experts\.switch_glu|experts)\.(?=[a-z])")
 _EXPERT = ".experts.{}."
 _MAX_ELEMENTS = 4096
-# The most matrices of experts in a model. The description of one takes 1 KB. Kimi K2 has 69,120 of them.
+# The most matrices of experts and heads in a model. The description of one takes 1 KB. Kimi K2 has 76,928.
 _MAX_MATRICES = 1 << 18
 # Convolutions are [C, K, 1] instead of [C, 1, K]. Norms of some multiply by their weights, not by 1 + weight.
 _WITH_OTHER_NORMS = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
@@ -44,7 +44,8 @@ _WITH_CONVOLUTIONS = _WITH_OTHER_NORMS | {
 _CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
 # The parts of `kv_b_proj`, each [H, O, I]; see `workers.models.latent_parts`.
 _LATENTS = (".embed_q", ".unembed_out")
-# Other names of projections.
+_WEIGHTS_OF_LATENTS = tuple(f"{module}.weight" for module in _LATENTS)
+# The names of projections in these directories, and those in checkpoints of the library.
 _NAMES = {
     "lfm2_moe": {".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."},
     "nemotron_h": {".fc1.": ".up_proj.", ".fc2.": ".down_proj."},
@@ -53,7 +54,7 @@ _NORMS = tuple(
     f"{name}.weight"
     for name in (".input_layernorm", ".post_attention_layernorm", "model.norm", ".q_norm", ".k_norm")
 )
-# Words of 4-bit floats.
+# A word has eight 4-bit floats.
 _WORDS_OF_GROUP = GROUP_INPUTS // 8
 # Subtracted from 8-bit values by products, which multiply signed ones.
 _MIDDLE = 128
@@ -91,12 +92,16 @@ class MlxMatrix(QuantisedMatrix):
             yield rows.start, IntegerRows(values, scales[part], None, None, minima=minima[part])
 
 
-def check_experts(entries: Mapping[str, TensorEntry]) -> None:
-    """Raises ModelError for so many experts that the descriptions of their matrices would fill memory."""
-    weights = [entry for name, entry in entries.items() if _ALL_EXPERTS.search(name) and entry.dtype == "U32"]
+def check_elements(entries: Mapping[str, TensorEntry]) -> None:
+    """Raises ModelError for so many experts and heads that the descriptions of all would fill memory."""
+    weights = [
+        entry
+        for name, entry in entries.items()
+        if entry.dtype == "U32" and (_ALL_EXPERTS.search(name) or name.endswith(_WEIGHTS_OF_LATENTS))
+    ]
     count = sum(entry.shape[0] for entry in weights if entry.shape)
     if count > _MAX_MATRICES:
-        says = f"there are {count} matrices of experts, and at most {_MAX_MATRICES} are read"
+        says = f"there are {count} matrices of experts and heads, and at most {_MAX_MATRICES} are read"
         raise ModelError(f"{weights[0].file}: {says}")
 
 
@@ -206,16 +211,15 @@ def mlx_to_library_layout(tensors: Mapping[str, StoredTensor], model_type: objec
     Other model types with a changed convolution are refused by its shape.
 
     Source: `sanitize` of the files of these types in mlx_lm/models.
+
+    Raises ModelError if two tensors get the same name.
     """
-    found = dict(tensors)
-    for own, part in zip(_LATENTS, PARTS_OF_LATENTS, strict=True):
-        found = {name.replace(f"{own}.weight", f".{part}.weight"): entry for name, entry in found.items()}
-    found = with_merged_latents(found)
+    parts = (f".{part}.weight" for part in PARTS_OF_LATENTS)
+    found = with_merged_latents(_renamed(tensors, dict(zip(_WEIGHTS_OF_LATENTS, parts, strict=True))))
     if model_type not in _WITH_CONVOLUTIONS:
         return found
-    for before, after in _NAMES.get(str(model_type), {}).items():
-        found = {name.replace(before, after): entry for name, entry in found.items()}
-    for name, entry in (*found.items(),):
+    found = _renamed(found, _NAMES.get(str(model_type), {}))
+    for name, entry in list(found.items()):
         if not isinstance(entry, TensorEntry) or entry.dtype not in DTYPES:
             continue
         if name.endswith(_CONVOLUTIONS) and entry.shape[2:] == (1,):
@@ -223,4 +227,17 @@ def mlx_to_library_layout(tensors: Mapping[str, StoredTensor], model_type: objec
             found[name] = dataclasses.replace(entry, shape=(outputs, 1, width))
         elif name.endswith(_NORMS) and len(entry.shape) == 1 and model_type in _WITH_OTHER_NORMS:
             found[name] = _LessOne(entry)
+    return found
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], names: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """The tensors with parts of their names replaced. Raises ModelError if two get the same name."""
+    found: dict[str, StoredTensor] = {}
+    for name, entry in tensors.items():
+        new = name
+        for before, after in names.items():
+            new = new.replace(before, after)
+        if new in found:
+            raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[new].name}")
+        found[new] = entry
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from workers.common.quantised.methods import BITSANDBYTES, MXFP4
 from workers.common.quantised.scheme import Layout, Quantisation, Scheme
@@ -12,7 +12,7 @@ from workers.models.quantised.bitsandbytes import bitsandbytes_tensors
 from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
-from workers.models.quantised.mlx import check_experts, mlx_matrix, split_experts
+from workers.models.quantised.mlx import check_elements, mlx_matrix, split_experts
 from workers.models.quantised.mxfp4 import mxfp4_tensors
 from workers.models.quantised.tensors import FLOAT8, Tensors
 
@@ -49,31 +49,40 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
         said: The quantisation in the config.
 
     Raises:
-        ModelError: A matrix does not have the tensors that the config implies, or there are too many experts.
+        ModelError: A matrix does not have the tensors that the config implies, two tensors have the same
+            name there, or there are too many experts.
     """
     if said.method == MXFP4:
         return mxfp4_tensors(entries)
     if said.method == BITSANDBYTES:
         return bitsandbytes_tensors(entries, said)
+    check_elements(entries)
+    found: dict[str, StoredTensor] = {}
+    for name, entry in _named(entries, said):
+        if name in found:
+            raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[name].name}")
+        found[name] = entry
+    return found
+
+
+def _named(entries: Mapping[str, TensorEntry], said: Quantisation) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors with their names in unquantised checkpoints. Raises ModelError."""
     modules: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = entry
-    check_experts(entries)
-    found: dict[str, StoredTensor] = {}
     for module, parts in modules.items():
         is_quantised = _is_quantised(parts)
         if is_quantised:
             own = {part: entry for part, entry in parts.items() if part in _PARTS}
             scheme = _scheme(Tensors(module, own), said)
             for each in split_experts(Tensors(module, own)):
-                found[f"{each.module}.weight"] = _READERS[scheme.layout](each, scheme)
+                yield f"{each.module}.weight", _READERS[scheme.layout](each, scheme)
                 if "bias" in each.entries:
-                    found[f"{each.module}.bias"] = each.entries["bias"]
+                    yield f"{each.module}.bias", each.entries["bias"]
         for part, entry in parts.items():
             if part not in _UNUSED and not (is_quantised and part in _PARTS):
-                found[f"{module}.{part}" if module else part] = entry
-    return found
+                yield f"{module}.{part}" if module else part, entry
 
 
 def _is_quantised(parts: Mapping[str, TensorEntry]) -> bool:
