@@ -306,7 +306,7 @@ export class Connection {
     });
   }
 
-  /** Releases what an abandoned call may have made, since nobody got the ids. A release is sent again: it may not have arrived. */
+  /** Releases what an abandoned call may have made, as nobody got the ids. A release that may not have arrived is sent again. */
   #releaseAfter(method: Method<DescMessage, DescMessage>, request: object, client: Client): void {
     const { input } = RELEASE_CACHE;
     const requestIds = ownRequestIds(request);
