@@ -22,6 +22,7 @@ from tests.service.text.kinds import kind
 from workers.common.gguf.splits import SPLITS
 from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import TokenizerFile, read_tokenizer
+from workers.models.vocabulary_files import MAX_TOKENS
 
 PLENTY = 1 << 40
 CORPUS = [
@@ -158,14 +159,31 @@ def test_the_special_tokens_of_chatglm_are_no_parts_of_words(tmp_path: Path) -> 
             {"hy.tiktoken": b"QQ== 1\n", "tokenizer_config.json": {"tokenizer_class": "HYTokenizer"}},
             "ranks 0",
         ),
+        (
+            {
+                "hy.tiktoken": b"QQ== 0\nQg== 0\n",
+                "tokenizer_config.json": {"tokenizer_class": "HYTokenizer"},
+            },
+            "ranks 0",
+        ),
         ({"tokenizer.model": b"\x0a\xff"}, "is not a model of SentencePiece"),
+        ({"tokenizer.model": trained() + b"\x0a\x03\x0a\x01\xff"}, "is not a model of SentencePiece"),
         ({"tokenizer.model": trained(model_type="unigram", vocab_size=320)}, "only BPE"),
         ({"tokenizer.model": trained(), "tokenizer_config.json": {"tokenizer_class": "X"}}, "got 'X'"),
         ({"tiktoken.model": b"QQ== 0\n", "tokenizer_config.json": {"tokenizer_class": "X"}}, "got 'X'"),
+        ({"tiktoken.model": b"", "tokenizer_config.json": {"tokenizer_class": "X" * 1000}}, "XX...)"),
         ({"tekken.json": {"config": {}}}, "is not a tokenizer of Mistral"),
         (
             {"vocab.json": {"a": 5}, "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}},
             "the ids 0",
+        ),
+        (
+            {
+                "vocab.json": {"a": 0},
+                "merges.txt": b"\n" * (MAX_TOKENS + 1),
+                "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"},
+            },
+            "more than 1048576 merges",
         ),
         (
             {
@@ -302,14 +320,15 @@ def test_templates_get_the_special_tokens_of_tekken(tmp_path: Path) -> None:
 def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tokenizer]:
     """Of a class that a file names, or that the library has for a type."""
     model = json.loads(kind("byte_level").to_str())["model"]
-    merges = "".join(f"{first} {second}\n" for first, second in model["merges"])
+    newline = "\r\n" if request.param == "opt" else "\n"
+    merges = "".join(f"{first} {second}{newline}" for first, second in model["merges"])
     said = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "add_bos_token": True}
     is_class = request.param.endswith("Tokenizer")
     directory = write(
         tmp_path_factory.mktemp("pairs"),
         {
             "vocab.json": model["vocab"],
-            "merges.txt": f"#version: 0.2\n{merges}".encode(),
+            "merges.txt": f"#version: 0.2{newline}{merges}".encode(),
             "tokenizer_config.json": said | ({"tokenizer_class": request.param} if is_class else {}),
             "config.json": {"model_type": "gpt2" if is_class else request.param},
         },

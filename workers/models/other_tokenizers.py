@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.common.gguf import GgufError
-from workers.common.gguf.header import Value
+from workers.common.gguf.header import Value, shown
 from workers.common.gguf.splits import SPLITS
 from workers.models.errors import ModelError
 from workers.models.files import errors_naming, exists, read_object
@@ -118,7 +118,7 @@ def _made(file: Path, read: Reader, settings: TokenSettings) -> MadeTokenizer:
     name = str(config.get("tokenizer_class") or _usual_class(file.with_name("config.json")))
     kind = _Class(bos=True) if read is read_tekken else _CLASSES.get(name.removesuffix("Fast"))
     if kind is None:
-        raise ModelError(f"its tokenizer_class is not known, got {name!r}")
+        raise ModelError(f"its tokenizer_class is not known, got {shown(name)}")
     found = read(file, SPLITS[kind.split] if kind.split else None)
     _place_all(found, settings, kind.special)
     ids = {token: index for index, token in enumerate(found.tokens)}

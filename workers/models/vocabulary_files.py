@@ -79,6 +79,8 @@ def _sentencepiece(file: Path) -> Vocabulary:
         raise ModelError("of SentencePiece only BPE with marks before words is supported")
     _check_count(len(model.pieces))
     found = Vocabulary([one.piece for one in model.pieces], [one.type for one in model.pieces])
+    if bytes in map(type, found.tokens):  # what is not UTF-8
+        raise ModelError("is not a model of SentencePiece")
     found.scores = [one.score for one in model.pieces]
     found.more["add_space_prefix"] = rules.add_dummy_prefix
     for key, token_id in (("bos", trained.bos_id), ("eos", trained.eos_id), ("unknown", trained.unk_id)):
@@ -101,12 +103,12 @@ def _tiktoken(file: Path, split: Split | None) -> Vocabulary:
     _check_count(len(lines))
     try:
         pairs = (line.split() for line in lines if line.strip())
-        ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in pairs}
+        ranks = sorted((int(rank), base64.b64decode(token, validate=True)) for token, rank in pairs)
     except ValueError:
         raise ModelError("each line must be a token in base64 and its rank") from None
-    if split is None or sorted(ranks) != [*range(len(ranks))]:
+    if split is None or [rank for rank, _ in ranks] != [*range(len(ranks))]:
         raise ModelError("must be of a class that is known, with the ranks 0, 1 and so on")
-    return _of_bytes([ranks[rank] for rank in range(len(ranks))], split)
+    return _of_bytes([token for _, token in ranks], split)
 
 
 def read_tekken(file: Path, _: Split | None) -> Vocabulary:
@@ -138,9 +140,12 @@ def _vocab_json(file: Path, split: Split | None) -> Vocabulary:
     if split is None or sorted(tokens) != [*range(len(ids))]:
         raise ModelError("must be of a class that is known, with the ids 0, 1 and so on")
     try:
-        lines = read_file(file.with_name("merges.txt"), _MAX_BYTES).decode().split("\n")
+        text = read_file(file.with_name("merges.txt"), _MAX_BYTES).decode().replace("\r\n", "\n")
     except UnicodeDecodeError:
         raise ModelError("the merges beside it are not UTF-8") from None
+    if text.count("\n") > MAX_TOKENS:
+        raise ModelError(f"there are more than {MAX_TOKENS} merges beside it")
+    lines = text.split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
     kinds = [NORMAL] * len(ids)
     return Vocabulary([tokens[index] for index in range(len(ids))], kinds, split, more={"merges": merges})
