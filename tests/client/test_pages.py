@@ -55,6 +55,7 @@ PYTHON_AND_TOML = {
     'finish_reason == "uncertain"': "tests/e2e/test_generate.py does the same",
     "routed = b": "tests/e2e/test_experts.py does the same with a mixture of experts",
     "tls=Tls(ca=": "tests/client/test_connection.py does the same with certificates of its own",
+    "weights_only=True": "tests/workers/test_checkpoints.py runs it",
     "[tenants.alice]": "test_files_of_tokens",
     "[certificates]": "test_files_of_tokens",
     "from quire import tinker": "tests/client/test_tinker.py does the same",
