@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from quire.detokenizer import BYTE_FALLBACK, decoder_types
 
 from service.errors import Unsupported
+from workers.common.byte_level import BYTES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -107,8 +108,8 @@ def _spelled_bytes(tokenizer: Tokenizer, ids: Sequence[int], decoders: set[str])
 def spelled_bytes(token: str, decoders: set[str]) -> bytes | None:
     """The bytes of a token that a decoder with parts of these types writes as bytes; None: it does not."""
     if "ByteLevel" in decoders:
-        is_spelled = _BYTES.keys() >= set(token)
-        return bytes(map(_BYTES.__getitem__, token)) if is_spelled else token.encode()
+        is_spelled = BYTES.keys() >= set(token)
+        return bytes(map(BYTES.__getitem__, token)) if is_spelled else token.encode()
     if "ByteFallback" in decoders and (byte := BYTE_FALLBACK.fullmatch(token)) is not None:
         return bytes([int(byte[1], 16)])
     return None
@@ -122,13 +123,3 @@ def _checked(spelled: bytes, text: str | None) -> bytes:
         # Not comparable: a part of a character, decoded twice, may even be a character.
         return spelled
     return spelled if text == whole else b""
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The character that byte-level tokenizers write for each byte: itself if it is visible."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(hidden)}
-
-
-_BYTES = _byte_level_alphabet()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from workers.common.byte_level import BYTES
 from workers.common.gguf.header import Value
 from workers.common.gguf.splits import Split
 from workers.models.errors import ModelError
@@ -27,6 +28,9 @@ _MAX_VALUES = 2_500_000
 MAX_TOKENS = 1 << 20
 # A kind of model in sentencepiece_model.proto.
 _BPE = 2
+
+# The characters that are written for bytes.
+_LETTERS = {byte: letter for letter, byte in BYTES.items()}
 
 
 @dataclass(slots=True)
@@ -170,16 +174,6 @@ def _of_bytes(tokens: list[bytes], split: Split) -> Vocabulary:
     ids = {text: index for index, text in enumerate(texts)}
     merges = [" ".join(pair) for pair in merges_of(ids, texts, range(0, -len(texts), -1))]
     return Vocabulary(texts, [NORMAL] * len(texts), replace(split, whole=True), more={"merges": merges})
-
-
-def _letters() -> dict[int, str]:
-    """The letters that stand for bytes in such vocabularies, as in GPT-2's."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(256 + index) for index, byte in enumerate(others)}
-
-
-_LETTERS = _letters()
 
 
 def _check_count(count: int) -> None:
