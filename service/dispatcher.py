@@ -49,7 +49,7 @@ _JOURNAL_INTERVAL_S = 1.0
 _TICK_S = 0.05
 # If a commit takes longer, no new operations are accepted.
 _JOURNAL_STALL_S = 5.0
-# How many leases are checked before other tasks run. Releasing this many caches takes a few milliseconds.
+# How many leases are checked, or caches released, before other tasks run: a few milliseconds of work.
 _ENDED_AT_ONCE = 256
 
 SendCommands = Callable[[Sequence[Send]], None]

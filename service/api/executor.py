@@ -109,27 +109,31 @@ class ExecutorApi:
 
     async def ReleaseCache(self, request: pb.ReleaseCacheRequest, context: Context) -> Any:
         if request.request_ids:
-            most = self._state.config.max_items_per_call
-            validation.check_num_items(request.request_ids, most, "request_ids")
-            for request_id in request.request_ids:
-                validation.check_request_id(request_id, "request_ids")
-            others, tenant = self.other_shards, current_tenant()
-            # They wait for the journal, also when the call has ended.
-            budget = self._state.budgets.of(tenant).answers
-            size_bytes = validation.ANSWER_BYTES + validation.HANDLE_BYTES * len(request.request_ids)
-            budget.take(size_bytes)
-            dispatchers = [self._dispatcher, *(() if others is None else others.dispatchers)]
-            forgotten = asyncio.gather(*(each.forget(request.request_ids, tenant) for each in dispatchers))
-            forgotten.add_done_callback(lambda _: budget.give_back(size_bytes))
-            outcomes = [*itertools.chain(*await asyncio.shield(forgotten))]
-            for outcome in outcomes:
-                if isinstance(outcome, QuireError):
-                    raise outcome
+            has_released = await self._release_made_by(request.request_ids)
             if not request.cache_id:
-                return pb.ReleaseCacheResponse(released=bool(outcomes))
+                return pb.ReleaseCacheResponse(released=has_released)
             # The cache may be another gateway's, which has its own request ids.
             request = pb.ReleaseCacheRequest(cache_id=request.cache_id)
         return await self._run(CALLS["ReleaseCache"], request, context)
+
+    async def _release_made_by(self, request_ids: Sequence[str]) -> bool:
+        """Releases what these requests have made. Returns whether there was any. Raises QuireError."""
+        validation.check_num_items(request_ids, self._state.config.max_items_per_call, "request_ids")
+        for request_id in request_ids:
+            validation.check_request_id(request_id, "request_ids")
+        others, tenant = self.other_shards, current_tenant()
+        # They wait for the journal, also when the call has ended.
+        budget = self._state.budgets.of(tenant).answers
+        size_bytes = validation.ANSWER_BYTES + validation.HANDLE_BYTES * len(request_ids)
+        budget.take(size_bytes)
+        dispatchers = [self._dispatcher, *(() if others is None else others.dispatchers)]
+        forgotten = asyncio.gather(*(each.forget(request_ids, tenant) for each in dispatchers))
+        forgotten.add_done_callback(lambda _: budget.give_back(size_bytes))
+        outcomes = [*itertools.chain(*await asyncio.shield(forgotten))]
+        for outcome in outcomes:
+            if isinstance(outcome, QuireError):
+                raise outcome
+        return bool(outcomes)
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext
