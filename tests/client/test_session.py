@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -189,8 +190,12 @@ class TookTooLong(Exception):
     """What a program's own alarm raises."""
 
 
-def test_a_prefill_that_a_signal_has_ended_leaves_no_cache(gateway: GatewayProcess, session: Session) -> None:
+@contextlib.contextmanager
+def ended_by_an_alarm(gateway: GatewayProcess, first: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Its body makes a call, which this program's own alarm ends, after it has called `first`."""
+
     def alarm(*_: object) -> None:
+        first()
         raise TookTooLong
 
     before = signal.signal(signal.SIGALRM, alarm)
@@ -198,30 +203,23 @@ def test_a_prefill_that_a_signal_has_ended_leaves_no_cache(gateway: GatewayProce
         with held_back(gateway):
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(TookTooLong):
-                session.prefill(prompt_of(0))
+                yield
     finally:
         signal.signal(signal.SIGALRM, before)
     gateway.wait_until(in_flight(gateway, 0))
+
+
+def test_a_prefill_that_a_signal_has_ended_leaves_no_cache(gateway: GatewayProcess, session: Session) -> None:
+    with ended_by_an_alarm(gateway):
+        session.prefill(prompt_of(0))
     gateway.wait_until(lambda: gateway.status().caches == 0)
 
 
 def test_the_error_of_a_handler_that_closes_the_client_is_raised(gateway: GatewayProcess) -> None:
     """A ValueError of gRPC took its place: the client wanted to release what the call had made."""
     client = Client(gateway.address)
-
-    def alarm(*_: object) -> None:
-        client.close()
-        raise TookTooLong
-
-    before = signal.signal(signal.SIGALRM, alarm)
-    try:
-        with held_back(gateway):
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(TookTooLong):
-                client.prefill(prompt_of(0))
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    gateway.wait_until(in_flight(gateway, 0))
+    with ended_by_an_alarm(gateway, client.close):
+        client.prefill(prompt_of(0))
 
 
 def decoding(cache: Cache, token_id: int, errors: list[QuireError]) -> threading.Thread:

@@ -54,26 +54,19 @@ def test_experts_that_the_files_do_not_bear_out_are_refused_before_they_are_coun
         LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
 
 
-def test_more_experts_of_mlx_than_memory_has_descriptions_of_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [("qwen3_moe", "mlp.switch_mlp.up_proj"), ("deepseek_v3", "self_attn.embed_q")],
+    ids=["experts", "heads"],
+)
+def test_more_matrices_of_mlx_than_memory_has_descriptions_of_are_refused(
+    tmp_path: Path, family: str, module: str
+) -> None:
     """A file of 64 KB has 4,096 of them."""
-    make_family_model(tmp_path, *settings_of("qwen3_moe"))
+    make_family_model(tmp_path, *settings_of(family))
     found: dict[str, torch.Tensor] = {}
     for layer in range(65):
-        place = f"model.layers.{layer}.mlp.switch_mlp.up_proj"
-        found[f"{place}.weight"] = torch.zeros(4096, 1, 3, dtype=torch.uint32)
-        for part in ("scales", "biases"):
-            found[f"{place}.{part}"] = torch.zeros(4096, 1, 1, dtype=torch.float16)
-    rewrite(tmp_path, lambda _: found)
-    setting(quantization={"bits": 3, "group_size": 32})(tmp_path)
-    with pytest.raises(ModelError, match="266240 matrices of experts and heads, and at most 262144"):
-        LlmExecutor.load(tmp_path, kv_pages=4, backend=NATIVE)
-
-
-def test_more_heads_of_mlx_than_memory_has_descriptions_of_are_refused(tmp_path: Path) -> None:
-    make_family_model(tmp_path, *settings_of("deepseek_v3"))
-    found: dict[str, torch.Tensor] = {}
-    for layer in range(65):
-        place = f"model.layers.{layer}.self_attn.embed_q"
+        place = f"model.layers.{layer}.{module}"
         found[f"{place}.weight"] = torch.zeros(4096, 1, 3, dtype=torch.uint32)
         for part in ("scales", "biases"):
             found[f"{place}.{part}"] = torch.zeros(4096, 1, 1, dtype=torch.float16)
